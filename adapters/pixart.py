@@ -1,0 +1,10 @@
+"""PixArt-alpha and PixArt-Sigma."""
+
+from chitu_hooks import HookMap, Stack
+
+HOOK_MAP = HookMap(
+    name="pixart",
+    pipelines=("PixArtAlphaPipeline", "PixArtSigmaPipeline"),
+    stacks=(Stack("transformer_blocks", streams={"image": "hidden_states"}, returns=("image",)),),
+    guidance="batched",
+)

@@ -1,0 +1,105 @@
+"""Which branch of guidance a denoiser call is, from evidence and never from counting calls.
+
+The evidence is the `cache_context` that the pipeline entered, if any, the conditioning tensors (address, shape, strides)
+and the call's plain arguments (`skip_layers` and the like). A pipeline that casts its conditioning anew at each step
+shows new addresses every time; then the branch at the same place of the step is taken if its conditioning is equal,
+value by value, and the report says that this comparison was needed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .state import ACTIVE, Branch, Call, Generation
+
+PER_STEP = frozenset({"timestep", "timestep_r", "t", "return_dict", "sigma"})
+"""Plain arguments that may differ from step to step, or mean nothing, and so tell no branches apart."""
+
+
+def identify(generation: Generation, call: Call, conditioning: tuple[str, ...]) -> Branch:
+    """The branch of `call`, made on its first appearance; counts the call's place within the step."""
+    denoiser = call.denoiser
+    ordinal = generation.ordinals.get(denoiser.name, 0)
+    generation.ordinals[denoiser.name] = ordinal + 1
+    context = ACTIVE.cache_context
+    tensors = [call.argument(name) for name in conditioning]
+    values = plain_arguments(call)
+    key = (denoiser.name, context, _address(tensors), values)
+    branch = generation.branch_keys.get(key)
+    if branch is None:
+        branch = _same_by_value(generation, call, context, ordinal, tensors, values)
+        if branch is None:
+            branch = Branch(denoiser, context or f"branch {ordinal}", ordinal, values, tensors)
+            generation.branches.append(branch)
+        generation.branch_keys[key] = branch
+    return branch
+
+
+def plain_arguments(call: Call) -> tuple[Any, ...]:
+    """Name and value of every argument that is a number, a word, None or a sequence of those."""
+    found = []
+    for position, name in enumerate(call.denoiser.arguments):
+        if name in PER_STEP:
+            continue
+        value = call.args[position] if position < len(call.args) else call.kwargs.get(name)
+        if value is None or isinstance(value, (bool, int, float, str)):
+            found.append((name, value))
+        elif isinstance(value, (list, tuple)) and all(isinstance(v, (bool, int, float, str)) for v in value):
+            found.append((name, tuple(value)))
+    return tuple(found)
+
+
+def _address(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (value.data_ptr(), value.shape, value.stride(), value.dtype)
+    if isinstance(value, (list, tuple)):
+        return tuple(_address(item) for item in value)
+    return type(value).__name__ if value is not None else None
+
+
+def _same_by_value(
+    generation: Generation, call: Call, context: str | None, ordinal: int, tensors: list[Any], values: tuple[Any, ...]
+) -> Branch | None:
+    """The branch of an earlier step whose conditioning equals this one's. Only asked when the addresses are new."""
+    for branch in reversed(generation.branches):
+        if branch.denoiser is not call.denoiser or branch.values != values:
+            continue
+        if branch.name != context if context is not None else branch.ordinal != ordinal:
+            continue
+        if not _equal(branch.held, tensors):
+            return None
+        generation.note(
+            f"{branch.name}: the pipeline makes new conditioning tensors at every step, so its branches were told apart by "
+            "comparing values, once a call"
+        )
+        # One address a step would pile up: only the newest is of use, and it is held so that it stays unique.
+        generation.branch_keys = {k: b for k, b in generation.branch_keys.items() if b is not branch}
+        branch.held = tensors
+        return branch
+    return None
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(_equal(a, b) for a, b in zip(one, other))
+    return one is None and other is None
+
+
+def signature(call: Call) -> tuple[Any, ...]:
+    """Shapes and presence of everything the denoiser was given: a residual is only good for calls that agree in it."""
+    positional = tuple(_shape(value) for value in call.args)
+    return positional, tuple((name, _shape(value)) for name, value in call.kwargs.items())
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    if isinstance(value, (list, tuple)):
+        return tuple(_shape(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _shape(item)) for key, item in value.items())
+    return type(value).__name__ if value is not None else None

@@ -1,0 +1,162 @@
+"""The clock seam: where a generation begins and ends, and the scheduler's steps inside it.
+
+The pipeline's `__class__` becomes a shared subclass of the same name whose `__call__` opens and closes the generation.
+The scheduler's `set_timesteps` and `step` are wrapped when a generation begins, on the scheduler that the pipeline has
+then, and unwrapped when it ends. The step is read from the scheduler's own index: some pipelines call `step` only to
+look ahead, and rewind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import wrapt
+
+from .attention import unhooked_reduce
+from .state import ACTIVE, Generation, StepCall
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+MARK = "_chitu_engine"
+"""Attribute of a hooked pipeline: its engine."""
+
+_HOOKED: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
+"""Pipeline class -> its hooked subclass, for as long as some pipeline is of it."""
+
+
+def hook_pipeline(pipe: Any, engine: Engine) -> None:
+    """Make ``pipe(...)`` a generation of `engine`."""
+    vars(pipe)[MARK] = engine
+    pipe.__class__ = _hooked_class(type(pipe))
+
+
+def is_hooked(pipe: Any, engine: Engine) -> bool:
+    """Whether ``pipe(...)`` is a generation of `engine` already."""
+    return vars(pipe).get(MARK) is engine
+
+
+def unhook_pipeline(pipe: Any) -> bool:
+    """Take back what `hook_pipeline` did.
+
+    Returns:
+        False if the class was changed by somebody else meanwhile, so that it was left as it is.
+    """
+    vars(pipe).pop(MARK, None)
+    for base, hooked in list(_HOOKED.items()):
+        if type(pipe) is hooked:
+            pipe.__class__ = base
+            return True
+    return False
+
+
+def _hooked_class(cls: type) -> type:
+    hooked = _HOOKED.get(cls)
+    if hooked is None:
+
+        @functools.wraps(cls.__call__)
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+            engine = vars(self).get(MARK)
+            if engine is None:
+                return cls.__call__(self, *args, **kwargs)
+            with engine.generate(self):
+                return cls.__call__(self, *args, **kwargs)
+
+        body = {
+            "__call__": __call__,
+            "__reduce_ex__": lambda self, protocol: unhooked_reduce(self, protocol, cls, MARK),
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+        }
+        hooked = _HOOKED[cls] = type(cls.__name__, (cls,), body)
+    return hooked
+
+
+class _Method(wrapt.FunctionWrapper):
+    """A wrapped method of the scheduler or the denoiser that a copy of its owner does not inherit."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        # The bound method, copied, is bound to the copy: `memo` knows it already.
+        return copy.deepcopy(self.__wrapped__, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__wrapped__.__reduce_ex__(protocol)
+
+
+@contextlib.contextmanager
+def scheduler_watched(generation: Generation, step_in: tuple[Any, ...], step_out: tuple[Any, ...]) -> Iterator[None]:
+    """Wrap `set_timesteps` and `step` of the generation's scheduler; features see every step."""
+    scheduler = generation.scheduler
+    if scheduler is None:
+        yield
+        return
+
+    def set_timesteps(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        result = wrapped(*args, **kwargs)
+        if threading.get_ident() == generation.thread:
+            generation.new_schedule(getattr(scheduler, "timesteps", None))
+        return result
+
+    def step(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != generation.thread:
+            return wrapped(*args, **kwargs)
+        call = StepCall(generation, generation.current_step(), args, kwargs)
+        for feature in step_in:
+            feature.step_in(call)
+        call.result = wrapped(*call.args, **call.kwargs)
+        generation.steps_done += 1
+        generation.learn_first_index()
+        for feature in reversed(step_out):
+            feature.step_out(call)
+        return call.result
+
+    with _instance_wrapper(scheduler, "set_timesteps", set_timesteps), _instance_wrapper(scheduler, "step", step):
+        yield
+
+
+@contextlib.contextmanager
+def cache_context_watched(denoiser: Any) -> Iterator[None]:
+    """Note which `cache_context` the pipeline enters on `denoiser`, in this thread, for the time of one generation."""
+    denoiser = getattr(denoiser, "_orig_mod", denoiser)
+    if not hasattr(denoiser, "cache_context"):
+        yield
+        return
+
+    @contextlib.contextmanager
+    def cache_context(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+        outer = ACTIVE.cache_context
+        ACTIVE.cache_context = args[0] if args else kwargs.get("name")
+        try:
+            with wrapped(*args, **kwargs) as value:
+                yield value
+        finally:
+            ACTIVE.cache_context = outer
+
+    with _instance_wrapper(denoiser, "cache_context", cache_context):
+        yield
+
+
+@contextlib.contextmanager
+def _instance_wrapper(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
+    """Stand in front of `owner.name` on the instance only, and leave the instance's attributes as they were."""
+    attributes = vars(owner)
+    absent = object()
+    before = attributes.get(name, absent)
+    ours = _Method(getattr(owner, name), wrapper)
+    attributes[name] = ours
+    try:
+        yield
+    finally:
+        # Two generations that share a scheduler may end in any order: take out only what is ours and on top.
+        if attributes.get(name) is ours:
+            if before is absent:
+                del attributes[name]
+            else:
+                attributes[name] = before

@@ -1,0 +1,93 @@
+"""Hook maps: what cannot be seen from outside a pipeline, as data.
+
+A hook map is a Python file with one public name::
+
+    from chitu_hooks import HookMap, Stack
+
+    HOOK_MAP = HookMap(
+        name="flux",
+        pipelines=("FluxPipeline",),
+        stacks=(Stack("transformer_blocks", streams={"image": "hidden_states", ...}, returns=("text", "image")),),
+    )
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from .errors import HookMapError, nearest
+
+ROLES = ("image", "text", "joint")
+"""*image* and *text*: tokens of one kind. *joint*: both in one tensor."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One ModuleList of blocks of a denoiser.
+
+    Raises:
+        HookMapError: `returns` names a role that `streams` does not have.
+    """
+
+    path: str
+    """Dotted path of the ModuleList below the denoiser."""
+    streams: Mapping[str, str]
+    """Role (`image`, `text`, `joint`) -> name of the block's argument that carries it, shaped (B, S, C)."""
+    returns: tuple[str, ...]
+    """Roles in the order in which a block returns them; a single role means a bare tensor."""
+    order: tuple[str, ...] = ("text", "image")
+    """Token order inside joint attention and inside a joint stream."""
+    refiner: bool = False
+    """True for blocks that run before the trunk on part of the tokens (noise and context refiners)."""
+
+    def __post_init__(self) -> None:
+        for role in self.returns:
+            if role not in self.streams:
+                raise HookMapError(f"stack {self.path!r} returns {role!r}, which is not among its streams {list(self.streams)}")
+        for role in self.streams:
+            if role not in ROLES:
+                raise HookMapError(f"stack {self.path!r} has a stream {role!r}{nearest(role, ROLES)}")
+
+
+@dataclass(frozen=True)
+class HookMap:
+    """Where the seams of one pipeline family are."""
+
+    name: str
+    """The family, as in the file name of the adapter."""
+    pipelines: tuple[str, ...]
+    """Class names of the pipelines this map is for; subclasses are covered."""
+    denoisers: tuple[str, ...] = ("transformer",)
+    """Attributes of the pipeline that hold a denoiser; one that is None on a pipeline is left out."""
+    stacks: tuple[Stack, ...] | None = None
+    """Stacks in the order in which they run, or None to infer them; an empty tuple says that there is no trunk."""
+    conditioning: tuple[str, ...] = ("encoder_hidden_states",)
+    """Denoiser arguments that differ between the branches of guidance and stay the same from step to step."""
+    guidance: Literal["batched", "sequential", "embedded", "unknown"] = "unknown"
+    """How the pipeline runs classifier-free guidance: both branches in one batch, one after the other, or not at all."""
+    source: Literal["explicit", "registry", "inferred"] = field(default="explicit", compare=False)
+    """How this map came to be used; set by `find`."""
+
+
+def load_hook_map(path: str | Path) -> HookMap:
+    """Read the hook map file `path`.
+
+    Raises:
+        HookMapError: no such file, it does not run, or it has no `HOOK_MAP`.
+    """
+    path = Path(path)
+    if not path.is_file():
+        siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise HookMapError(f"no hook map file {str(path)!r}{nearest(path.name, siblings)}")
+    try:
+        names = runpy.run_path(str(path))
+    except Exception as error:  # the file is the user's: whatever it raises is told in one sentence
+        raise HookMapError(f"hook map {str(path)!r} does not run: {type(error).__name__}: {error}") from error
+    found = names.get("HOOK_MAP")
+    if not isinstance(found, HookMap):
+        raise HookMapError(f"hook map {str(path)!r} has no HOOK_MAP of type chitu_hooks.HookMap")
+    return found

@@ -1,0 +1,122 @@
+"""What can be derived without a hook map: denoisers and stacks from the modules, streams from the first computed call.
+
+A stream is an argument of block i+1 that *is* an output of block i. Token roles (which rows are image, which text) are
+not visible from that; what needs them asks for a map by name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .errors import HookMapError
+from .hook_map import HookMap, Stack
+from .sites import argument_positions
+from .state import BlockInputs, StackRun
+
+if TYPE_CHECKING:
+    from .sites import BlockSite, StackSite
+
+CONDITIONING = ("encoder_hidden_states", "cap_feats", "prompt_embeds", "text_embeds", "context", "input_ids")
+NOT_DENOISERS = ("vae", "text_encoder", "image_encoder", "tokenizer", "safety_checker", "controlnet", "vision", "vocoder")
+TAKES_TIME = ("timestep", "timesteps", "t", "r_timestep", "timestep_ratio", "sigma")
+
+
+def infer_map(pipe: Any) -> HookMap:
+    """A hook map from the modules of `pipe` alone.
+
+    Raises:
+        HookMapError: no component takes a timestep; the message lists what was looked at.
+    """
+    components = {key: value for key, value in pipe.components.items() if isinstance(value, nn.Module)}
+    denoisers = {name: module for name, module in components.items() if _is_denoiser(name, module)}
+    if not denoisers:
+        looked = ", ".join(f"{name} ({type(module).__name__})" for name, module in components.items()) or "no module at all"
+        raise HookMapError(
+            f"{type(pipe).__name__} has no hook map and none could be inferred: none of its components takes a timestep "
+            f"({looked}); pass hook_map=HookMap(name=…, pipelines=({type(pipe).__name__!r},), denoisers=(…))"
+        )
+    first = next(iter(denoisers.values()))
+    first = getattr(first, "_orig_mod", first)
+    arguments = argument_positions(first)
+    conditioning = tuple(name for name in CONDITIONING if name in arguments)
+    return HookMap(
+        name=type(first).__name__,
+        pipelines=(type(pipe).__name__,),
+        denoisers=tuple(denoisers),
+        stacks=None,
+        conditioning=conditioning,
+        source="inferred",
+    )
+
+
+def _is_denoiser(name: str, module: nn.Module) -> bool:
+    if name.startswith(NOT_DENOISERS):
+        return False
+    return any(argument in TAKES_TIME for argument in argument_positions(getattr(module, "_orig_mod", module)))
+
+
+def infer_stacks(denoiser: nn.Module) -> tuple[Stack, ...]:
+    """Every ModuleList directly below `denoiser` that may be a stack; `resolve` finds out which are.
+
+    A UNet's down and up blocks are none: they hand on skip connections, so UNets have no trunk.
+    """
+    if "UNet" in type(denoiser).__name__:
+        return ()
+    return tuple(
+        Stack(name, streams={}, returns=())
+        for name, child in denoiser.named_children()
+        if isinstance(child, nn.ModuleList) and len(child) and len({type(block) for block in child}) == 1
+    )
+
+
+# -- during the first computed call ------------------------------------------------------------------------------------
+
+
+def snapshot(inputs: BlockInputs) -> dict[str, Any]:
+    """Argument name -> a copy of the tensor, since the block may work in place."""
+    return {
+        name: value.clone()
+        for name in inputs.block.arguments
+        if isinstance(value := inputs.get(name), torch.Tensor)
+    }  # fmt: skip
+
+
+def record(block: BlockSite, run: StackRun, result: Any, entry: dict[str, Any] | None) -> None:
+    """Remember what a block of an unresolved stack got first and returned last."""
+    run.probe = (entry if entry is not None else run.probe[0], result)
+
+
+def resolve(block: BlockSite, run: StackRun, inputs: BlockInputs) -> bool:
+    """Whether the stack's streams are now known: outputs of the block before that are arguments of this one."""
+    if run.probe is None:
+        return False
+    entry, result = run.probe
+    outputs = result if isinstance(result, (tuple, list)) else (result,)
+    returns = []
+    for output in outputs:
+        names = [name for name in block.arguments if output is not None and inputs.get(name) is output]
+        if not names:
+            return False
+        returns.append(names[0])
+    _settle(block.stack, tuple(returns))
+    run.entry = {name: entry.get(name) for name in returns}
+    return True
+
+
+def resolve_single(block: BlockSite, run: StackRun, result: Any) -> bool:
+    """A stack of one block has no next one: its stream is the first argument, if it returns one tensor of that shape."""
+    entry = run.probe[0]
+    name = next(iter(block.arguments))
+    if not isinstance(result, torch.Tensor) or name not in entry or entry[name].shape != result.shape:
+        return False
+    _settle(block.stack, (name,))
+    run.entry = {name: entry[name]}
+    return True
+
+
+def _settle(stack: StackSite, returns: tuple[str, ...]) -> None:
+    stack.returns = returns
+    stack.streams = {name: name for name in returns}

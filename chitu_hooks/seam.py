@@ -1,0 +1,103 @@
+"""The shim that carries the denoiser and the block seam: a callable in a module's `_compiled_call_impl`.
+
+`nn.Module.__call__` prefers the instance's `_compiled_call_impl` when it is set. A shim there stays outside every traced
+region, chains whatever was there (a compiled call) or the ordinary call with all its hooks and offloading, and is dropped
+by torch when the module is copied or pickled. Shims of several handles on one module form a list through `inner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+SLOT = "_compiled_call_impl"
+ABSENT = object()
+"""The module had no attribute of that name, which is not the same as None."""
+
+
+class Shim:
+    """One handle's place in front of one module's call.
+
+    Args:
+        engine: whose call this is; calls that belong to no generation of it pass through.
+        module: the module in front of which it stands.
+        site: what `enter` is told.
+        enter: ``enter(site, call, args, kwargs)`` with `call` the rest of the chain.
+    """
+
+    __slots__ = ("active", "engine", "enter", "inner", "module", "rest", "site")
+
+    def __init__(self, engine: Engine, module: nn.Module, site: Any, enter: Callable[..., Any]) -> None:
+        self.engine = engine
+        self.module = module
+        self.site = site
+        self.enter = enter
+        self.active = False
+        self.inner: Any = ABSENT
+        """What stood there before: a callable, another shim, None, or `ABSENT`."""
+        self.rest: Callable[..., Any] = module._call_impl
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.active:
+            return self.rest(*args, **kwargs)
+        return self.enter(self.site, self.rest, args, kwargs)
+
+    def install(self) -> None:
+        """Stand in front of whatever is there now; nothing happens if this shim is in the chain already."""
+        slots = vars(self.module)
+        top = slots.get(SLOT, ABSENT)
+        if self in chain(top):
+            return
+        self._chain_to(top)
+        self.active = True
+        slots[SLOT] = self
+
+    def remove(self) -> bool:
+        """Leave the chain.
+
+        Returns:
+            False if something of a stranger stands in front, so that this shim can only pass through from now on.
+        """
+        self.active = False
+        slots = vars(self.module)
+        top = slots.get(SLOT, ABSENT)
+        if top is self:
+            if self.inner is ABSENT:
+                del slots[SLOT]
+            else:
+                slots[SLOT] = self.inner
+            return True
+        for shim in chain(top):
+            if shim.inner is self:
+                shim._chain_to(self.inner)
+                return True
+        # `module.compile()` replaces what was there and keeps nothing of it; any other callable may have wrapped us.
+        return not callable(top) or hasattr(top, "_torchdynamo_orig_callable")
+
+    def _chain_to(self, inner: Any) -> None:
+        self.inner = inner
+        self.rest = inner if callable(inner) else self.module._call_impl
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return (_nothing, ())
+
+
+def _nothing() -> None:
+    """What a copied or pickled shim becomes: no shim."""
+
+
+def chain(top: Any) -> list[Shim]:
+    """The shims in front of a module, outermost first."""
+    shims = []
+    while isinstance(top, Shim):
+        shims.append(top)
+        top = top.inner
+    return shims

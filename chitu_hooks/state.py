@@ -1,0 +1,460 @@
+"""What lives for one generation: its steps, its branches and their memory, and the call that is underway.
+
+Everything here is created when ``pipe(...)`` is entered and dropped when it is left, whichever way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .feature import Feature
+    from .sites import BlockSite, DenoiserSite
+
+Streams = dict[str, Any]
+"""Role (`image`, `text`, `joint`; an argument name in an inferred stack) -> (B, S, C) tensor, or None where there is none."""
+
+
+class Active(threading.local):
+    """What this thread is inside of just now. Set on entering a denoiser, reset on leaving it.
+
+    The attributes are made in `__init__` because torch.compile guards on the keys of the instance.
+    """
+
+    def __init__(self) -> None:
+        self.call: Call | None = None
+        self.attention: tuple[Feature, ...] | None = None
+        """The features of the attention seam, read by traced code: None outside a hooked denoiser."""
+        self.frame: Any = None
+        """The processor call that is underway, see `attention.Frame`."""
+        self.cache_context: str | None = None
+        """Name of the `cache_context` that the pipeline has entered."""
+
+
+ACTIVE = Active()
+
+
+class Memory:
+    """Per-feature name spaces: ``memory(feature).anything = ...``."""
+
+    def __init__(self) -> None:
+        self._spaces: dict[str, SimpleNamespace] = {}
+
+    def __call__(self, feature: Feature) -> SimpleNamespace:
+        space = self._spaces.get(feature.name)
+        if space is None:
+            space = self._spaces[feature.name] = SimpleNamespace()
+        return space
+
+    @property
+    def spaces(self) -> dict[str, SimpleNamespace]:
+        return self._spaces
+
+
+class Step:
+    """One model evaluation asked for by the scheduler.
+
+    Attributes:
+        index: number of the evaluation in this generation, from 0; the two stages of an order-2 step count twice.
+        position: place in the schedule, from 0; both stages of an order-2 step share it.
+        stage: 0, or 1 for the second evaluation of an order-2 step.
+    """
+
+    __slots__ = ("generation", "index", "position", "schedule_index", "stage")
+
+    def __init__(self, generation: Generation, index: int, schedule_index: int) -> None:
+        self.generation = generation
+        self.index = index
+        self.schedule_index = schedule_index
+        order = generation.order
+        self.position, self.stage = divmod(index, order) if order > 1 else (index, 0)
+
+    @property
+    def timestep(self) -> float | None:
+        """The scheduler's timestep; the first use in a generation copies the schedule to the host, once."""
+        values = self.generation.timestep_values
+        return values[self.schedule_index] if values and self.schedule_index < len(values) else None
+
+    def __repr__(self) -> str:
+        return f"Step({self.position} of {self.generation.num_steps}, stage {self.stage})"
+
+
+class Branch:
+    """One of the passes that guidance asks for: conditional, unconditional or a further one, with its own state.
+
+    Attributes:
+        name: the pipeline's `cache_context`, else ``branch N`` in the order of first appearance.
+        residuals: stack number -> role -> exit minus entry of the last computed call, shaped like the stream.
+        last_called: stack number -> index of the last block that ran in the last computed call.
+        signature: shapes and presence of the denoiser's arguments in the last computed call.
+        computed, skipped, replaced: number of calls of each kind.
+    """
+
+    def __init__(self, denoiser: DenoiserSite, name: str, ordinal: int, values: tuple[Any, ...], held: Any) -> None:
+        self.denoiser = denoiser
+        self.name = name
+        self.ordinal = ordinal
+        self.values = values
+        self.held = held
+        """The conditioning tensors: held so that no other tensor can take their address in this generation."""
+        self.memory = Memory()
+        self.residuals: dict[int, dict[str, torch.Tensor | None]] = {}
+        self.last_called: dict[int, int] = {}
+        self.signature: Any = None
+        self.computed = 0
+        self.skipped = 0
+        self.replaced = 0
+
+
+class StackRun:
+    """What one stack has gone through in the call that is underway."""
+
+    __slots__ = ("entry", "exited", "last_index", "probe")
+
+    def __init__(self) -> None:
+        self.entry: Streams | None = None
+        self.last_index = -1
+        self.exited = False
+        self.probe: Any = None
+        """Inputs and outputs of the block before, while the stack is being inferred."""
+
+
+class BlockInputs:
+    """The arguments of one block call, by name."""
+
+    __slots__ = ("args", "block", "kwargs")
+
+    def __init__(self, block: BlockSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.block = block
+        self.args = args
+        self.kwargs = kwargs
+
+    def get(self, name: str) -> Any:
+        """The argument `name`, or None if the block was called without it."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        position = self.block.arguments[name]
+        return self.args[position] if position < len(self.args) else None
+
+    def set(self, name: str, value: Any) -> None:
+        """Replace the argument `name`."""
+        position = self.block.arguments[name]
+        if name not in self.kwargs and position < len(self.args):
+            self.args = (*self.args[:position], value, *self.args[position + 1 :])
+        else:
+            self.kwargs = {**self.kwargs, name: value}
+
+    def streams(self) -> Streams:
+        """Role -> tensor of the stack's streams."""
+        streams = self.block.stack.streams
+        return {role: self.get(name) for role, name in streams.items()} if streams else {}
+
+    def replace(self, streams: Streams) -> None:
+        """Put other stream tensors in place."""
+        names = self.block.stack.streams or {}
+        for role, value in streams.items():
+            if role in names:
+                self.set(names[role], value)
+
+
+class Call:
+    """One denoiser call: one branch of one step.
+
+    Attributes:
+        args, kwargs: the arguments, which features may change before the denoiser runs.
+        output: what the denoiser returned; `sample` is its first tensor.
+        skipping: the trunk is being skipped.
+        replaced: the denoiser did not run at all.
+    """
+
+    __slots__ = (
+        "args",
+        "branch",
+        "denoiser",
+        "engine",
+        "generation",
+        "kwargs",
+        "output",
+        "replaced",
+        "runs",
+        "signature",
+        "skipping",
+        "step",
+        "trunk_entered",
+        "trunk_left",
+        "residuals",
+    )
+
+    def __init__(
+        self, engine: Engine, generation: Generation, denoiser: DenoiserSite, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.engine = engine
+        self.generation = generation
+        self.denoiser = denoiser
+        self.args = args
+        self.kwargs = kwargs
+        self.output: Any = None
+        self.skipping = False
+        self.replaced = False
+        self.runs: dict[int, StackRun] = {}
+        self.trunk_entered = False
+        self.trunk_left = False
+        self.residuals: dict[int, dict[str, torch.Tensor | None]] | None = None
+        self.step: Step
+        self.branch: Branch
+        self.signature: Any = None
+
+    def argument(self, name: str) -> Any:
+        """The denoiser's argument `name`, or None if it was called without it."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        position = self.denoiser.arguments.get(name)
+        return self.args[position] if position is not None and position < len(self.args) else None
+
+    @property
+    def can_skip(self) -> bool:
+        """Whether this branch has a residual for every stack that it runs, taken from a call of the same signature."""
+        branch = self.branch
+        return bool(branch.residuals) and branch.signature == self.signature
+
+    def skip_trunk(self, residuals: dict[int, dict[str, torch.Tensor | None]] | None = None) -> None:
+        """Skip every stack in this call: its exit returns this call's entry plus the residual.
+
+        Args:
+            residuals: stack number -> role -> tensor shaped like the stream, in place of `Branch.residuals`.
+
+        Raises:
+            ValueError: `can_skip` is False.
+        """
+        if not self.can_skip:
+            raise ValueError(f"{self.branch.name} has no residual of this signature at {self.step}; ask can_skip first")
+        self.residuals = residuals if residuals is not None else self.branch.residuals
+        self.skipping = True
+
+    @property
+    def sample(self) -> Any:
+        """The denoiser's prediction, the first entry of its output."""
+        output = self.output
+        return output if isinstance(output, torch.Tensor) else output[0]
+
+    @sample.setter
+    def sample(self, value: Any) -> None:
+        self.output = with_first(self.output, value)
+
+
+def with_first(output: Any, value: Any) -> Any:
+    """`output` with `value` in place of its first entry: a tensor, a tuple, a list or a diffusers output class."""
+    if output is None or isinstance(output, torch.Tensor):
+        return value
+    if isinstance(output, (tuple, list)):
+        return type(output)((value, *output[1:]))
+    fields = dict(output)
+    fields[next(iter(fields))] = value
+    return type(output)(**fields)
+
+
+class StepCall:
+    """One ``scheduler.step``: what goes in and, afterwards, what came out.
+
+    Attributes:
+        result: what the scheduler returned; `sample` of it is the next latent.
+    """
+
+    __slots__ = ("args", "generation", "kwargs", "result", "step")
+
+    NAMES = ("model_output", "timestep", "sample")
+
+    def __init__(self, generation: Generation, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.generation = generation
+        self.step = step
+        self.args = args
+        self.kwargs = kwargs
+        self.result: Any = None
+
+    def _get(self, position: int) -> Any:
+        return self.args[position] if position < len(self.args) else self.kwargs[self.NAMES[position]]
+
+    def _set(self, position: int, value: Any) -> None:
+        if position < len(self.args):
+            self.args = (*self.args[:position], value, *self.args[position + 1 :])
+        else:
+            self.kwargs = {**self.kwargs, self.NAMES[position]: value}
+
+    @property
+    def model_output(self) -> torch.Tensor:
+        """The guided prediction that the scheduler takes."""
+        return self._get(0)
+
+    @model_output.setter
+    def model_output(self, value: torch.Tensor) -> None:
+        self._set(0, value)
+
+    @property
+    def sample(self) -> torch.Tensor:
+        """The latent that the scheduler takes."""
+        return self._get(2)
+
+    @sample.setter
+    def sample(self, value: torch.Tensor) -> None:
+        self._set(2, value)
+
+    @property
+    def next_sample(self) -> torch.Tensor:
+        """The latent that the scheduler returned."""
+        return self.result[0]
+
+    @next_sample.setter
+    def next_sample(self, value: torch.Tensor) -> None:
+        self.result = with_first(self.result, value)
+
+
+class Generation:
+    """One ``pipe(...)`` call.
+
+    Attributes:
+        scheduler: the scheduler that the pipeline had when the generation began.
+        order: model evaluations per step of the scheduler.
+        branches: every branch seen since the schedule was set.
+        current: the call that is underway, or the last one.
+        notes: things the report should say about this generation, each once.
+    """
+
+    def __init__(self, engine: Engine, pipe: Any) -> None:
+        self.engine = engine
+        self.pipe = pipe
+        self.thread = threading.get_ident()
+        self.scheduler: Any = getattr(pipe, "scheduler", None)
+        self.order = int(getattr(self.scheduler, "order", 1) or 1)
+        self.memory = Memory()
+        self.branches: list[Branch] = []
+        self.branch_keys: dict[Any, Branch] = {}
+        self.steps_done = 0
+        self.schedules = 0
+        self.timesteps: Any = None
+        self._timestep_values: list[float] | None = None
+        self._first_index: int | None = None
+        self._step: Step | None = None
+        self.ordinals: dict[str, int] = {}
+        self.notes: dict[str, None] = {}
+        self.tally: dict[tuple[str, str], dict[str, int]] = {}
+        self.peak_bytes = 0
+
+    # -- the schedule ----------------------------------------------------------------------------------------------
+
+    def new_schedule(self, timesteps: Any) -> None:
+        """The scheduler's timesteps were set: a new run of steps starts, and nothing is carried into it."""
+        if self.steps_done:
+            self.close_schedule()
+        self.schedules += 1
+        self.timesteps = timesteps
+        self._timestep_values = None
+        self._first_index = None
+        self._step = None
+        self.steps_done = 0
+        self.ordinals.clear()
+
+    def close_schedule(self) -> None:
+        """Drop every branch, keeping the numbers that the report needs."""
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes())
+        for branch in self.branches:
+            tally = self.tally.setdefault(
+                (branch.denoiser.name, branch.name), {"computed": 0, "skipped": 0, "replaced": 0}
+            )
+            for key in tally:
+                tally[key] += getattr(branch, key)
+        self.branches.clear()
+        self.branch_keys.clear()
+
+    @property
+    def timestep_values(self) -> list[float]:
+        if self._timestep_values is None:
+            values = self.timesteps
+            self._timestep_values = [] if values is None else [float(t) for t in torch.as_tensor(values).tolist()]
+        return self._timestep_values
+
+    @property
+    def num_steps(self) -> int | None:
+        """Number of schedule positions of this run: img2img strength counts, guidance branches do not.
+
+        None before the first step of a pipeline that cuts its timesteps without telling the scheduler.
+        """
+        if self.timesteps is None:
+            return None
+        first = self._first_index if self._first_index is not None else getattr(self.scheduler, "begin_index", 0)
+        if first is None:
+            return None
+        evaluations = len(self.timesteps) - first
+        return -(-evaluations // self.order)
+
+    @property
+    def positions(self) -> int:
+        """Number of schedule positions that have run, so far."""
+        return -(-self.steps_done // self.order)
+
+    def current_step(self) -> Step:
+        """The step that the next denoiser call belongs to, by the scheduler's own index."""
+        scheduler = self.scheduler
+        index = getattr(scheduler, "step_index", None)
+        if index is None:
+            index = getattr(scheduler, "begin_index", None)
+            if index is None:
+                index = (self._first_index or 0) + self.steps_done
+        step = self._step
+        if step is not None and step.schedule_index == index:
+            return step
+        if self._first_index is None and (self.steps_done or getattr(scheduler, "begin_index", None) is not None):
+            self._first_index = index - self.steps_done
+        self.ordinals.clear()
+        self._step = Step(self, index - (self._first_index or 0), index)
+        return self._step
+
+    def learn_first_index(self) -> None:
+        """After the first ``scheduler.step``: the scheduler has found out where in the schedule it started."""
+        index = getattr(self.scheduler, "step_index", None)
+        if self._first_index is None:
+            self._first_index = index - self.steps_done if index is not None else 0
+
+    # -- what the report needs -------------------------------------------------------------------------------------
+
+    def note(self, text: str) -> None:
+        self.notes[text] = None
+
+    def held_bytes(self) -> int:
+        """Bytes of the tensors that branches and features hold just now, each storage once."""
+        seen: dict[int, int] = {}
+        for branch in self.branches:
+            _collect(branch.residuals, seen)
+            _collect(branch.memory.spaces, seen)
+        _collect(self.memory.spaces, seen)
+        return sum(seen.values())
+
+
+def _collect(value: Any, seen: dict[int, int]) -> None:
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+    elif isinstance(value, dict):
+        for item in value.values():
+            _collect(item, seen)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _collect(item, seen)
+    elif isinstance(value, SimpleNamespace):
+        _collect(vars(value), seen)
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """`value` with `function` applied to every tensor in its tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(item, function) for item in value)
+    if isinstance(value, dict):
+        return {key: map_tensors(item, function) for key, item in value.items()}
+    return value
