@@ -1,0 +1,50 @@
+"""`patch` for users: words become features, and the engine hooks the pipeline with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import chitu_hooks
+from chitu_hooks import Feature, Handle, HookMap, PatchError
+
+from .adapters import registry
+from .attention import make_attention
+from .flexcache import Params, make_strategy
+
+
+def patch(
+    pipe: Any,
+    *,
+    attention: str | None = None,
+    cache: str | Params | None = None,
+    parallel: None = None,
+    hook_map: HookMap | str | Path | None = None,
+    features: tuple[Feature, ...] = (),
+) -> Handle:
+    """Hook a loaded diffusers pipeline in place.
+
+    Args:
+        pipe: the pipeline; its weights, modules and processors stay the objects they are.
+        attention: name of a kernel, see ``chitu env``; None leaves every kernel as it is.
+        cache: name of a strategy, or its parameters such as ``Static(steps=(0, 1, 2, 4, 8))``; None computes every step.
+        parallel: reserved.
+        hook_map: a map or the path of one, in place of the registry's or an inferred one.
+        features: further features of your own.
+
+    Returns:
+        The handle: a context manager with ``undo()`` and ``report()``.
+
+    Raises:
+        PatchError: not a pipeline, patched already, or an unknown name; the message lists the nearest.
+        HookMapError: no hook map fits the pipeline.
+        RefusedError: a feature cannot do exactly what it is for here. Nothing was changed.
+    """
+    if parallel is not None:
+        raise PatchError(f"parallel={parallel!r}: this version runs on one device only; leave parallel out")
+    chosen = [*features]
+    if attention is not None:
+        chosen.append(make_attention(attention))
+    if cache is not None:
+        chosen.append(make_strategy(cache))
+    return chitu_hooks.patch(pipe, chosen, hook_map=hook_map, registry=registry())

@@ -1,0 +1,27 @@
+"""The strategies. A new one is one file here, a params class, and a row in `STRATEGIES`."""
+
+from __future__ import annotations
+
+from chitu_hooks import PatchError
+
+from ..params import Params, make_params
+from .base import Strategy
+from .static import StaticStrategy
+
+STRATEGIES: dict[str, type[Strategy]] = {"static": StaticStrategy}
+"""Strategy name -> class; it is made from its params."""
+
+
+def make_strategy(cache: str | Params) -> Strategy:
+    """The strategy for a name or for parameters.
+
+    Raises:
+        PatchError: no such strategy, or it has parameters without a default; the message says which.
+    """
+    if not isinstance(cache, (str, Params)):
+        raise PatchError(f"cache is a name or parameters such as Static(steps=(0, 1, 2)), not {type(cache).__name__}")
+    params = make_params(cache) if isinstance(cache, str) else cache
+    return STRATEGIES[params.strategy](params)
+
+
+__all__ = ["STRATEGIES", "Strategy", "make_strategy"]
