@@ -55,7 +55,13 @@ class BlockSeam:
         if stack.returns is None:
             return self._unresolved(block, run, call, rest, args, kwargs)
         last = call.branch.last_called.get(stack.number)
-        if run.entry is not None and not call.skipping and not self.observes and last is not None and block.index != last:
+        if (
+            run.entry is not None
+            and not call.skipping
+            and not self.observes
+            and last is not None
+            and block.index != last
+        ):
             return rest(*args, **kwargs)
         return self._resolved(block, run, call, last, rest, BlockInputs(block, args, kwargs))
 
@@ -93,7 +99,13 @@ class BlockSeam:
     # -- one block -------------------------------------------------------------------------------------------------
 
     def _resolved(
-        self, block: BlockSite, run: StackRun, call: Call, last: int | None, rest: Callable[..., Any], inputs: BlockInputs
+        self,
+        block: BlockSite,
+        run: StackRun,
+        call: Call,
+        last: int | None,
+        rest: Callable[..., Any],
+        inputs: BlockInputs,
     ) -> Any:
         stack = block.stack
         first = run.entry is None
@@ -140,7 +152,9 @@ class BlockSeam:
             return pack({r: _clone(t) for r, t in streams.items()} if first else streams, stack)
         run.exited = True
         residuals = (call.residuals or {})[stack.number]
-        outputs = {role: None if residuals.get(role) is None else entry[role] + residuals[role] for role in stack.returns or ()}
+        outputs = {
+            role: None if residuals.get(role) is None else entry[role] + residuals[role] for role in stack.returns or ()
+        }
         if self._ends_trunk(stack, call):
             outputs = self._leave_trunk(call, outputs) or outputs
         return pack(outputs, stack)
@@ -158,7 +172,8 @@ class BlockSeam:
         run.entry = {role: _clone(tensor) for role, tensor in entry.items()} if keep else entry
 
     def _ends_trunk(self, stack: StackSite, call: Call) -> bool:
-        return bool(self.trunk_out) and stack is trunk_end(stack, call)
+        # A call during which the streams were still being learned has not entered the trunk, and leaves it neither.
+        return bool(self.trunk_out) and call.trunk_entered and stack is trunk_end(stack, call)
 
     def _leave_trunk(self, call: Call, outputs: Streams) -> Streams | None:
         call.trunk_left = True
@@ -184,7 +199,7 @@ class BlockSeam:
             return self._resolved(block, run, call, None, rest, inputs)
         kept = infer.snapshot(inputs) if run.probe is None else None
         result = rest(*args, **kwargs)
-        infer.record(block, run, result, kept)
+        infer.record(block, run, inputs, result, kept)
         if stack_is_single(block) and infer.resolve_single(block, run, result) and self.keeps_residuals:
             call.branch.residuals[block.stack.number] = residual(run.entry or {}, unpack(result, block.stack))
             run.exited = True
@@ -193,8 +208,9 @@ class BlockSeam:
 
 def trunk_end(stack: StackSite, call: Call) -> StackSite:
     """The stack whose exit ends the trunk: the last one that this branch called, or the last of the map."""
-    known = [number for number in call.branch.last_called if not stack.denoiser.stacks[number].refiner]
-    return stack.denoiser.stacks[max(known)] if known else stack.denoiser.stacks[-1]
+    stacks = stack.denoiser.stacks
+    known = [number for number in call.branch.last_called if not stacks[number].refiner and stacks[number].returns]
+    return stacks[known[-1]] if known else stacks[-1]
 
 
 def stack_is_single(block: BlockSite) -> bool:
@@ -217,7 +233,9 @@ def pack(outputs: Streams, stack: StackSite) -> Any:
 
 def residual(entry: Streams, outputs: Streams) -> dict[str, torch.Tensor | None]:
     """Role -> exit minus entry; None for a stream that the last block does not return."""
-    return {role: None if out is None or entry.get(role) is None else out - entry[role] for role, out in outputs.items()}
+    return {
+        role: None if out is None or entry.get(role) is None else out - entry[role] for role, out in outputs.items()
+    }
 
 
 def _clone(value: Any) -> Any:

@@ -90,9 +90,24 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def signature(call: Call) -> tuple[Any, ...]:
-    """Shapes and presence of everything the denoiser was given: a residual is only good for calls that agree in it."""
+    """Shapes and presence of everything the denoiser was given: a residual is only good for calls that agree in it.
+
+    A ControlNet that its guidance interval has switched off is often not absent but scaled to zero; whether its samples
+    are all zero has to be read from the device, and counts as presence.
+    """
     positional = tuple(_shape(value) for value in call.args)
-    return positional, tuple((name, _shape(value)) for name, value in call.kwargs.items())
+    named = tuple((name, _shape(value)) for name, value in call.kwargs.items())
+    acting = tuple(name for name in call.denoiser.arguments if "controlnet" in name and _acts(call.argument(name)))
+    return positional, named, acting
+
+
+def _acts(value: Any) -> bool:
+    """Whether some tensor in `value` is not all zero."""
+    if isinstance(value, torch.Tensor):
+        return bool(value.any())
+    if isinstance(value, dict):
+        return any(_acts(item) for item in value.values())
+    return isinstance(value, (list, tuple)) and any(_acts(item) for item in value)
 
 
 def _shape(value: Any) -> Any:

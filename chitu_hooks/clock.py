@@ -117,7 +117,7 @@ def scheduler_watched(generation: Generation, step_in: tuple[Any, ...], step_out
             feature.step_out(call)
         return call.result
 
-    with _instance_wrapper(scheduler, "set_timesteps", set_timesteps), _instance_wrapper(scheduler, "step", step):
+    with instance_wrapper(scheduler, "set_timesteps", set_timesteps), instance_wrapper(scheduler, "step", step):
         yield
 
 
@@ -139,12 +139,12 @@ def cache_context_watched(denoiser: Any) -> Iterator[None]:
         finally:
             ACTIVE.cache_context = outer
 
-    with _instance_wrapper(denoiser, "cache_context", cache_context):
+    with instance_wrapper(denoiser, "cache_context", cache_context):
         yield
 
 
 @contextlib.contextmanager
-def _instance_wrapper(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
+def instance_wrapper(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
     """Stand in front of `owner.name` on the instance only, and leave the instance's attributes as they were."""
     attributes = vars(owner)
     absent = object()

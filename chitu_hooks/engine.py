@@ -105,7 +105,9 @@ class Engine:
         finally:
             self._plan(before)
 
-    def _stand_before(self, module: nn.Module, site: Any, enter: Callable[..., Any], undo: contextlib.ExitStack) -> None:
+    def _stand_before(
+        self, module: nn.Module, site: Any, enter: Callable[..., Any], undo: contextlib.ExitStack
+    ) -> None:
         shim = Shim(self, module, site, enter)
         undo.callback(self._remove_shim, shim)
         shim.install()
@@ -123,13 +125,17 @@ class Engine:
 
     def _remove_pipeline(self) -> None:
         if not clock.unhook_pipeline(self.sites.pipe):
-            self.left_behind.append(f"class of {type(self.sites.pipe).__name__} was changed after patching and is left so")
+            self.left_behind.append(
+                f"class of {type(self.sites.pipe).__name__} was changed after patching and is left so"
+            )
 
     def _remove_shim(self, shim: Shim) -> None:
         if shim in self._shims:
             self._shims.remove(shim)
         if not shim.remove():
-            self.left_behind.append(f"{type(shim.module).__name__}: wrapped by somebody else after patching; ours passes through")
+            self.left_behind.append(
+                f"{type(shim.module).__name__}: wrapped by somebody else after patching; ours passes through"
+            )
 
     def _remove_processors(self) -> None:
         for processor, site in self._processors.values():
@@ -159,7 +165,9 @@ class Engine:
         try:
             self._refresh()
             with contextlib.ExitStack() as stack:
-                stack.enter_context(clock.scheduler_watched(generation, self.having("step_in"), self.having("step_out")))
+                stack.enter_context(
+                    clock.scheduler_watched(generation, self.having("step_in"), self.having("step_out"))
+                )
                 for denoiser in self.sites.denoisers if self._hooks_denoiser else ():
                     stack.enter_context(clock.cache_context_watched(denoiser.module))
                 for feature in self.features:

@@ -47,7 +47,9 @@ class Stack:
     def __post_init__(self) -> None:
         for role in self.returns:
             if role not in self.streams:
-                raise HookMapError(f"stack {self.path!r} returns {role!r}, which is not among its streams {list(self.streams)}")
+                raise HookMapError(
+                    f"stack {self.path!r} returns {role!r}, which is not among its streams {list(self.streams)}"
+                )
         for role in self.streams:
             if role not in ROLES:
                 raise HookMapError(f"stack {self.path!r} has a stream {role!r}{nearest(role, ROLES)}")

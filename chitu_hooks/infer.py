@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from .sites import BlockSite, StackSite
 
 CONDITIONING = ("encoder_hidden_states", "cap_feats", "prompt_embeds", "text_embeds", "context", "input_ids")
-NOT_DENOISERS = ("vae", "text_encoder", "image_encoder", "tokenizer", "safety_checker", "controlnet", "vision", "vocoder")
+NOT_DENOISERS = (
+    "vae",
+    "text_encoder",
+    "image_encoder",
+    "tokenizer",
+    "safety_checker",
+    "controlnet",
+    "vision",
+    "vocoder",
+)
 TAKES_TIME = ("timestep", "timesteps", "t", "r_timestep", "timestep_ratio", "sigma")
 
 
@@ -33,7 +42,9 @@ def infer_map(pipe: Any) -> HookMap:
     components = {key: value for key, value in pipe.components.items() if isinstance(value, nn.Module)}
     denoisers = {name: module for name, module in components.items() if _is_denoiser(name, module)}
     if not denoisers:
-        looked = ", ".join(f"{name} ({type(module).__name__})" for name, module in components.items()) or "no module at all"
+        looked = (
+            ", ".join(f"{name} ({type(module).__name__})" for name, module in components.items()) or "no module at all"
+        )
         raise HookMapError(
             f"{type(pipe).__name__} has no hook map and none could be inferred: none of its components takes a timestep "
             f"({looked}); pass hook_map=HookMap(name=…, pipelines=({type(pipe).__name__!r},), denoisers=(…))"
@@ -84,26 +95,48 @@ def snapshot(inputs: BlockInputs) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def record(block: BlockSite, run: StackRun, result: Any, entry: dict[str, Any] | None) -> None:
-    """Remember what a block of an unresolved stack got first and returned last."""
-    run.probe = (entry if entry is not None else run.probe[0], result)
+def record(block: BlockSite, run: StackRun, inputs: BlockInputs, result: Any, entry: dict[str, Any] | None) -> None:
+    """Remember what the first block of an unresolved stack got, and what this one got and returned."""
+    given = {name: inputs.get(name) for name in block.arguments}
+    run.probe = (entry if entry is not None else run.probe[0], given, result)
 
 
 def resolve(block: BlockSite, run: StackRun, inputs: BlockInputs) -> bool:
     """Whether the stack's streams are now known: outputs of the block before that are arguments of this one."""
     if run.probe is None:
         return False
-    entry, result = run.probe
+    entry, given, result = run.probe
     outputs = result if isinstance(result, (tuple, list)) else (result,)
     returns = []
     for output in outputs:
-        names = [name for name in block.arguments if output is not None and inputs.get(name) is output]
-        if not names:
+        name = _argument_of(output, block, given, inputs)
+        if name is None or name in returns:
             return False
-        returns.append(names[0])
+        returns.append(name)
     _settle(block.stack, tuple(returns))
     run.entry = {name: entry.get(name) for name in returns}
     return True
+
+
+def _argument_of(output: Any, block: BlockSite, given: dict[str, Any], inputs: BlockInputs) -> str | None:
+    """The argument that carries `output`: it is that tensor, or a sum of it and a ControlNet's sample.
+
+    A sum is recognised as the only argument of that shape that the block before was not given as well.
+    """
+    if not isinstance(output, torch.Tensor):
+        return None
+    values = {name: inputs.get(name) for name in block.arguments}
+    for name, value in values.items():
+        if value is output:
+            return name
+    if not any(site.stack is block.stack for site in block.stack.denoiser.attention):
+        return None  # a list of projections, each with an input of its own, is no stack
+    new = [
+        name
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor) and value.shape == output.shape and value is not given.get(name)
+    ]
+    return new[0] if len(new) == 1 else None
 
 
 def resolve_single(block: BlockSite, run: StackRun, result: Any) -> bool:

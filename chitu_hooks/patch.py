@@ -79,7 +79,9 @@ class Handle:
             RefusedError: a feature cannot do what it is for on this pipeline. Nothing was changed.
         """
         if self._hooks is None or self._engine.generation is not None:
-            raise PatchError(f"{self} takes no further features {'while it is generating' if self.active else 'any more'}")
+            raise PatchError(
+                f"{self} takes no further features {'while it is generating' if self.active else 'any more'}"
+            )
         _check_features(self._engine, [*self._engine.features, *features], features)
         with self._engine.joined(features):
             yield self
@@ -153,7 +155,9 @@ def _check_pipe(pipe: Any) -> None:
         )
     live = vars(pipe).get(LIVE)
     if live is not None:
-        raise PatchError(f"this pipeline is patched already by {live!r}; undo that handle first, or patch once with everything")
+        raise PatchError(
+            f"this pipeline is patched already by {live!r}; undo that handle first, or patch once with everything"
+        )
 
 
 def _bind(engine: Engine) -> None:

@@ -47,7 +47,9 @@ class Report:
             detail = ", ".join(f"{k} {v}" for k, v in feature.items() if k not in ("name", "exactness"))
             lines.append(f"  feature    {feature['name']} ({feature['exactness']})" + (f": {detail}" if detail else ""))
         for branch, calls in self.branches.items():
-            lines.append(f"  branch     {branch}: " + ", ".join(f"{count} {kind}" for kind, count in calls.items() if count))
+            lines.append(
+                f"  branch     {branch}: " + ", ".join(f"{count} {kind}" for kind, count in calls.items() if count)
+            )
         if self.bytes_held:
             lines.append(f"  held       {self.bytes_held / 2**20:.1f} MiB")
         if self.still_runs and any(calls["skipped"] for calls in self.branches.values()):

@@ -192,7 +192,12 @@ class Call:
     )
 
     def __init__(
-        self, engine: Engine, generation: Generation, denoiser: DenoiserSite, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        engine: Engine,
+        generation: Generation,
+        denoiser: DenoiserSite,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         self.engine = engine
         self.generation = generation

@@ -1,7 +1,7 @@
 """Attention kernels: one file a kernel, one row each in the table of `kernels`."""
 
-from .choice import AttentionChoice, make_attention
+from .choice import AttentionFeature, make_attention
 from .kernel import AttentionCall, Kernel
-from .table import kernels
+from .table import find_kernel, kernels
 
-__all__ = ["AttentionCall", "AttentionChoice", "Kernel", "kernels", "make_attention"]
+__all__ = ["AttentionCall", "AttentionFeature", "Kernel", "find_kernel", "kernels", "make_attention"]

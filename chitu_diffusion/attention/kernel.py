@@ -28,6 +28,8 @@ class AttentionCall:
     masked: bool
     causal: bool
     dropout: float
+    same_length: bool = True
+    """As many query tokens as key tokens."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,12 @@ class Abilities:
     causal: bool = True
     grouped: bool = True
     """Fewer key heads than query heads."""
+    causal_cross: bool = False
+    """Causal with as many queries as keys only, unless True: kernels disagree on which corner the mask starts from."""
+    capability: tuple[int, int] = (0, 0)
+    """Lowest CUDA compute capability."""
+    capability_below: tuple[int, int] = (99, 0)
+    """First CUDA compute capability that it does not run on."""
 
     def refusal(self, call: AttentionCall) -> str | None:
         """Why `call` cannot be done, with the numbers, or None."""
@@ -59,11 +67,28 @@ class Abilities:
             return "takes no mask, and this layer has one"
         if call.causal and not self.causal:
             return "has no causal form, and this layer is causal"
+        if call.causal and not call.same_length and not self.causal_cross:
+            return "has no causal form for unequal numbers of queries and keys, and this layer asks for one"
         if call.key_heads != call.heads and not self.grouped:
             return f"needs as many key heads as heads, and this layer has {call.key_heads} and {call.heads}"
         if call.dropout:
             return f"has no dropout, and this layer asks for {call.dropout}"
         return None
+
+    def capability_refusal(self) -> str | None:
+        """Why this machine's CUDA device cannot run it, or None."""
+        if not torch.cuda.is_available():
+            return "needs a CUDA device, and torch sees none"
+        have = torch.cuda.get_device_capability()
+        if have < self.capability:
+            return f"needs compute capability {_version(self.capability)} or newer, not {_version(have)}"
+        if have >= self.capability_below:
+            return f"runs below compute capability {_version(self.capability_below)}, not on {_version(have)}"
+        return None
+
+
+def _version(pair: tuple[int, int]) -> str:
+    return f"{pair[0]}.{pair[1]}"
 
 
 def _word(dtype: torch.dtype) -> str:
@@ -88,6 +113,9 @@ class Kernel:
     def available(self) -> str | None:
         """Why it cannot be used on this machine, or None; found without importing what could break the process."""
         return None
+
+    def load(self) -> None:
+        """Import what `run` needs; called once when patching, since traced code cannot import."""
 
     def refusal(self, call: AttentionCall) -> str | None:
         """Why it cannot do `call`, with the numbers, or None."""

@@ -22,14 +22,22 @@ class SdpaMath(Kernel):
     """Plain matrix products and a softmax: anything, anywhere, slowly."""
 
     name = "sdpa_math"
-    abilities = Abilities(devices=("cpu", "cuda", "mps", "xpu"), dtypes=(*FLOATS, torch.float64), max_head_dim=2**16, mask=True)
+    abilities = Abilities(
+        devices=("cpu", "cuda", "mps", "xpu"),
+        dtypes=(*FLOATS, torch.float64),
+        max_head_dim=2**16,
+        mask=True,
+        causal_cross=True,
+    )
 
     def run(
         self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, mask: Tensor | None, causal: bool, scale: float | None
     ) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q_BSHD, k_BTGD, v_BTGD))
         grouped = q.shape[1] != k.shape[1]
-        out, _ = aten._scaled_dot_product_attention_math(q, k, v, mask, 0.0, causal, None, scale=scale, enable_gqa=grouped)
+        out, _ = aten._scaled_dot_product_attention_math(
+            q, k, v, mask, 0.0, causal, None, scale=scale, enable_gqa=grouped
+        )
         return out.transpose(1, 2)
 
 
@@ -71,7 +79,7 @@ class SdpaEfficient(Kernel):
     abilities = Abilities(dtypes=FLOATS, max_head_dim=2**16, mask=True)
 
     def available(self) -> str | None:
-        return _needs_cuda()
+        return self.abilities.capability_refusal()
 
     def run(
         self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, mask: Tensor | None, causal: bool, scale: float | None
@@ -90,13 +98,10 @@ class SdpaCudnn(Kernel):
 
     name = "sdpa_cudnn"
     returns_lse = True
-    abilities = Abilities(dtypes=HALF, max_head_dim=128, head_dim_multiple=8, mask=True)
+    abilities = Abilities(dtypes=HALF, max_head_dim=128, head_dim_multiple=8, mask=True, capability=(8, 0))
 
     def available(self) -> str | None:
-        reason = _needs_cuda()
-        if reason is None and torch.cuda.get_device_capability() < (8, 0):
-            return "needs compute capability 8.0 or newer, not %d.%d" % torch.cuda.get_device_capability()
-        return reason
+        return self.abilities.capability_refusal()
 
     def run(
         self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, mask: Tensor | None, causal: bool, scale: float | None
@@ -105,10 +110,6 @@ class SdpaCudnn(Kernel):
         bias = _full(_additive(mask, q), q, k)
         out = aten._scaled_dot_product_cudnn_attention(q, k, v, bias, False, 0.0, causal, False, scale=scale)[0]
         return out.transpose(1, 2)
-
-
-def _needs_cuda() -> str | None:
-    return None if torch.cuda.is_available() else "needs a CUDA device, and torch sees none"
 
 
 def _heads_first(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor) -> tuple[Tensor, ...]:

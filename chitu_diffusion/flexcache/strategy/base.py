@@ -58,7 +58,9 @@ class Strategy(Feature):
     def end(self, generation: Generation) -> None:
         self.ledger.close(generation)
         if self.ledger.wanted and not self.ledger.skipped and generation.steps_done:
-            warnings.warn(f"{self.name}: {self.ledger.wanted} skips were due and none happened", ChituWarning, stacklevel=2)
+            warnings.warn(
+                f"{self.name}: {self.ledger.wanted} skips were due and none happened", ChituWarning, stacklevel=2
+            )
 
     def report(self) -> dict[str, Any]:
         return {"params": _plain(self.params), **self.ledger.report()}

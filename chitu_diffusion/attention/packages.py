@@ -1,0 +1,44 @@
+"""What can be said of an installed package without importing it: importing a broken one can take the process down.
+
+Seen in the wild: xformers and flash-attn-4 installed together make ``import diffusers`` itself fail, and an extension
+built for another CUDA does not load.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+from pathlib import Path
+
+import torch
+
+
+def missing(distribution: str, module: str) -> str | None:
+    """Why `module` of `distribution` is not there, or None."""
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return f"needs the package {distribution} (pip install {distribution})"
+    if importlib.util.find_spec(module) is None:
+        return f"needs the module {module}, which the installed {distribution} does not have"
+    return None
+
+
+def version(distribution: str) -> tuple[int, ...]:
+    """The numeric part of an installed distribution's version."""
+    parts = importlib.metadata.version(distribution).split("+")[0].split(".")
+    return tuple(int(part) for part in parts if part.isdigit())
+
+
+def built_for_other_cuda(module: str) -> str | None:
+    """Why the extension of xformers does not load: its build notes name another CUDA than torch's."""
+    spec = importlib.util.find_spec(module)
+    notes = Path(spec.origin).with_name("cpp_lib.json") if spec is not None and spec.origin else None
+    if notes is None or not notes.is_file():
+        return None
+    built = json.loads(notes.read_text())["version"]
+    have = torch.version.cuda
+    if built.get("cuda") and have and built["cuda"] // 100 != int(have.split(".")[0]):
+        return f"was built for CUDA {built['cuda'] // 100} ({built['torch']}), and torch here is {torch.__version__}"
+    return None

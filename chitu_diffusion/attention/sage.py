@@ -1,0 +1,51 @@
+"""SageAttention: 8-bit queries and keys (https://github.com/thu-ml/SageAttention). Lossy, so `auto` never takes it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .kernel import HALF, Abilities, AttentionCall, Kernel
+from .packages import missing
+
+HEAD_DIMS = (64, 96, 128)
+
+
+class Sage(Kernel):
+    """SageAttention; no mask, head dims 64, 96 and 128. Zhang et al., 2024, https://arxiv.org/abs/2410.02367."""
+
+    name = "sage"
+    exactness = "lossy"
+    abilities = Abilities(dtypes=HALF, max_head_dim=128, head_dim_multiple=32, grouped=False, capability=(8, 0))
+
+    def available(self) -> str | None:
+        reason = missing("sageattention", "sageattention") or missing("triton", "triton")
+        return self.abilities.capability_refusal() or reason
+
+    def refusal(self, call: AttentionCall) -> str | None:
+        if call.head_dim not in HEAD_DIMS:
+            return f"takes head dims {', '.join(map(str, HEAD_DIMS))}, not {call.head_dim}"
+        return self.abilities.refusal(call)
+
+    def load(self) -> None:
+        import sageattention  # noqa: F401  (fails here, by name, and not in the middle of a step)
+
+    def run(
+        self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+    ) -> Tensor:
+        return _attend(q_BSHD, k_BTGD, v_BTGD, causal, scale)
+
+
+@torch.library.custom_op("chitu::sage_attention", mutates_args=())
+def _attend(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, causal: bool, scale: float | None) -> Tensor:
+    """One opaque operator: torch.compile neither traces the Triton kernels nor sees what they do to K."""
+    from sageattention import sageattn
+
+    # Version 1.0.6 subtracts the mean from K in place; the caller's K must survive.
+    q, k, v = (t.contiguous() for t in (q_BSHD, k_BTGD, v_BTGD))
+    return sageattn(q, k.clone(), v, tensor_layout="NHD", is_causal=causal, sm_scale=scale)
+
+
+@_attend.register_fake
+def _(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, causal: bool, scale: float | None) -> Tensor:
+    return torch.empty_like(q_BSHD, memory_format=torch.contiguous_format)
