@@ -11,14 +11,17 @@ Shape legend: B batch, S query tokens, T key tokens, H heads, D head dim.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import inspect
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as torch_functional
+from diffusers.hooks._helpers import AttentionProcessorRegistry
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
 from .errors import GenerationError
@@ -133,7 +136,11 @@ class AttentionContext:
         )
 
     def text_span(self, query_tokens: int) -> tuple[int, int]:
-        """First and last + 1 position of the text tokens in joint attention; (0, 0) in self and cross attention."""
+        """First and last + 1 position of the text tokens in joint attention; (0, 0) in self and cross attention.
+
+        Raises:
+            GenerationError: the map is an inferred one, and does not know the order of the tokens.
+        """
         frame = self.frame
         if frame is None or frame.encoder_hidden_states is None or frame.encoder_hidden_states is frame.hidden_states:
             return (0, 0)
@@ -141,9 +148,11 @@ class AttentionContext:
         if query_tokens <= image:
             return (0, 0)
         stack = frame.site.stack if frame.site is not None else None
-        if stack is None or stack.order[0] == "text":
-            return (0, query_tokens - image)
-        return (image, query_tokens)
+        if stack is None or not stack.order:
+            raise GenerationError(
+                "whether text or image tokens come first cannot be seen from outside: pass a hook map"
+            )
+        return (0, query_tokens - image) if stack.order[0] == "text" else (image, query_tokens)
 
 
 # -- the functions that stand in the processors' globals ---------------------------------------------------------------
@@ -273,10 +282,15 @@ def _methods(cls: type) -> dict[str, types.FunctionType]:
     return methods
 
 
-@functools.lru_cache(maxsize=None)
+_REACHES: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+"""Processor class -> whether it calls attention; weak, since a class may be a hooked one of another handle."""
+
+
 def reaches_attention(cls: type) -> bool:
     """Whether the seam can intercept what processors of `cls` compute."""
-    return bool(_methods(cls))
+    if cls not in _REACHES:
+        _REACHES[cls] = bool(_methods(cls))
+    return _REACHES[cls]
 
 
 def _clone(function: types.FunctionType, scopes: dict[int, dict[str, Any]]) -> types.FunctionType:
@@ -321,22 +335,31 @@ def _framed(stock: Callable[..., Any], clone: types.FunctionType) -> Callable[..
         image = args[image_at] if 0 <= image_at < len(args) else kwargs.get("hidden_states")
         text = args[text_at] if 0 <= text_at < len(args) else kwargs.get("encoder_hidden_states")
         outer = ACTIVE.frame
-        ACTIVE.frame = Frame(image, text, self._chitu_attention.site)
+        ACTIVE.frame = Frame(image, text, self._chitu_attention.site(args[0] if args else kwargs.get("attn")))
         try:
             return clone(self, *args, **kwargs)
         finally:
             ACTIVE.frame = outer
 
+    # torch.compile guards on the length of the defaults when it traces `inspect.signature` of this method.
+    __call__.__defaults__ = ()
     return __call__
 
 
-def unhooked_reduce(self: Any, protocol: Any, base: type, mark: str) -> Any:
-    """`__reduce_ex__` of a hooked object: the copy is of class `base` and does not carry `mark`."""
+def unhooked_reduce(self: Any, protocol: Any, base: type) -> Any:
+    """`__reduce_ex__` of a hooked object: the copy is of class `base` and carries no mark of ours."""
     parts = list(base.__reduce_ex__(self, protocol))
     parts[1] = tuple(base if argument is type(self) else argument for argument in parts[1])
+    if parts[0] is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle takes it for objects of that very class only
+        parts[0] = new_object
     if len(parts) > 2 and isinstance(parts[2], dict):
-        parts[2] = {key: value for key, value in parts[2].items() if key != mark}
+        parts[2] = {key: value for key, value in parts[2].items() if not key.startswith("_chitu_")}
     return tuple(parts)
+
+
+def new_object(cls: type, *args: Any) -> Any:
+    """An instance of `cls`, not initialised: how a copy of a hooked object begins."""
+    return cls.__new__(cls, *args)
 
 
 def _hooked_class(cls: type) -> type:
@@ -347,40 +370,78 @@ def _hooked_class(cls: type) -> type:
         stock = cls.__call__
         unwrapped = inspect.unwrap(stock)
         body["__call__"] = _framed(stock, body.get("__call__") or _clone(unwrapped, scopes))
-        body["__reduce_ex__"] = lambda self, protocol: unhooked_reduce(self, protocol, cls, MARK)
+        body["__reduce_ex__"] = lambda self, protocol: unhooked_reduce(self, protocol, cls)
         body["__module__"], body["__qualname__"], body["__doc__"] = cls.__module__, cls.__qualname__, cls.__doc__
         hooked = type(cls.__name__, (cls,), body)
         _HOOKED[cls] = hooked
     return hooked
 
 
+_USERS: Counter[type] = Counter()
+"""Hooked subclass -> number of live processors of it, while diffusers' layer-skip guidance knows it."""
+
+
+def _enroll(cls: type, hooked: type) -> None:
+    """Let layer-skip guidance, which looks processors up by exact class, treat `hooked` as `cls`."""
+    AttentionProcessorRegistry._register()
+    known = AttentionProcessorRegistry._registry.get(cls)
+    if known is not None:
+        AttentionProcessorRegistry._registry[hooked] = known
+    _USERS[hooked] += 1
+
+
+def _dismiss(hooked: type) -> None:
+    """The counterpart of `_enroll`; the last processor takes the entry back."""
+    _USERS[hooked] -= 1
+    if not _USERS[hooked]:
+        del _USERS[hooked]
+        AttentionProcessorRegistry._registry.pop(hooked, None)
+
+
 class Holders:
-    """Which handles hold a processor, and where it stands."""
+    """Which handles hold a processor, and where it stands: in several layers, if they share it."""
 
-    __slots__ = ("handles", "original", "site")
+    __slots__ = ("dismiss", "handles", "original", "sites")
 
-    def __init__(self, original: type, site: AttentionSite) -> None:
+    def __init__(self, original: type) -> None:
         self.original = original
-        self.site = site
+        self.sites: tuple[AttentionSite, ...] = ()
         self.handles: tuple[int, ...] = ()
+        self.dismiss: Callable[[], Any] = lambda: None
+        """Says once that the processor is not hooked any more, by `unhook_processor` or at its death."""
+
+    def site(self, module: Any) -> AttentionSite:
+        """Where the processor is working just now, called by `module`. Traced."""
+        if len(self.sites) > 1:
+            for site in self.sites:
+                if site.module is module:
+                    return site
+        return self.sites[0]
 
 
 def hook_processor(processor: Any, site: AttentionSite, holder: int) -> None:
     """Give `processor` the hooked subclass of its class, on behalf of the handle `holder`."""
     holders = vars(processor).get(MARK)
     if holders is None:
-        holders = Holders(type(processor), site)
+        holders = Holders(type(processor))
         hooked = _hooked_class(type(processor))
+        _enroll(type(processor), hooked)
         processor.__class__ = hooked
+        holders.dismiss = weakref.finalize(processor, _dismiss, hooked)
+        holders.dismiss.atexit = False
         vars(processor)[MARK] = holders
     if holder not in holders.handles:
         holders.handles = (*holders.handles, holder)
+    if all(known.module is not site.module for known in holders.sites):
+        holders.sites = (*holders.sites, site)
 
 
-def is_hooked(processor: Any, holder: int) -> bool:
-    """Whether `processor` carries the hook of this handle."""
+def is_hooked(processor: Any, site: AttentionSite, holder: int) -> bool:
+    """Whether `processor` carries the hook of this handle, and knows that it stands at `site`."""
     holders = vars(processor).get(MARK)
-    return holders is not None and holder in holders.handles
+    if holders is None or holder not in holders.handles:
+        return False
+    return any(known.module is site.module for known in holders.sites)
 
 
 def unhook_processor(processor: Any, holder: int) -> bool:
@@ -396,6 +457,7 @@ def unhook_processor(processor: Any, holder: int) -> bool:
     if holders.handles:
         return True
     del vars(processor)[MARK]
+    holders.dismiss()
     if type(processor) is not _HOOKED.get(holders.original):
         return False
     processor.__class__ = holders.original

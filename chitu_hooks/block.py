@@ -94,6 +94,10 @@ class BlockSeam:
                 moved = known is not None and called.get(number) != known
                 if moved or number not in called or not call.runs[number].exited:
                     del branch.residuals[number]
+            stacks = call.denoiser.stacks
+            branch.skippable = bool(branch.residuals) and all(
+                number in branch.residuals or stacks[number].returns is None for number in called
+            )
         branch.last_called = called
 
     # -- one block -------------------------------------------------------------------------------------------------
@@ -210,7 +214,7 @@ def trunk_end(stack: StackSite, call: Call) -> StackSite:
     """The stack whose exit ends the trunk: the last one that this branch called, or the last of the map."""
     stacks = stack.denoiser.stacks
     known = [number for number in call.branch.last_called if not stacks[number].refiner and stacks[number].returns]
-    return stacks[known[-1]] if known else stacks[-1]
+    return stacks[known[-1]] if known else next((s for s in reversed(stacks) if s.returns), stack)
 
 
 def stack_is_single(block: BlockSite) -> bool:

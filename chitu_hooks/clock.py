@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import threading
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,9 @@ from .state import ACTIVE, Generation, StepCall
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+CALLBACKS = ("callback_on_step_end", "callback")
+"""Arguments of pipelines that run the user's code in the middle of a generation."""
 
 MARK = "_chitu_engine"
 """Attribute of a hooked pipeline: its engine."""
@@ -65,18 +68,35 @@ def _hooked_class(cls: type) -> type:
             engine = vars(self).get(MARK)
             if engine is None:
                 return cls.__call__(self, *args, **kwargs)
-            with engine.generate(self):
+            with engine.generate(self) as generation:
+                for name in CALLBACKS:
+                    if inspect.isroutine(kwargs.get(name)):
+                        kwargs[name] = _pausing(generation, kwargs[name])
                 return cls.__call__(self, *args, **kwargs)
 
         body = {
+            # `type(pipe).from_pipe(...)` and the like make stock pipelines.
+            "__new__": lambda kind, *args, **kwargs: cls(*args, **kwargs),
             "__call__": __call__,
-            "__reduce_ex__": lambda self, protocol: unhooked_reduce(self, protocol, cls, MARK),
+            "__reduce_ex__": lambda self, protocol: unhooked_reduce(self, protocol, cls),
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
             "__doc__": cls.__doc__,
         }
         hooked = _HOOKED[cls] = type(cls.__name__, (cls,), body)
     return hooked
+
+
+def _pausing(generation: Generation, callback: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(callback)
+    def paused(*args: Any, **kwargs: Any) -> Any:
+        generation.paused = True
+        try:
+            return callback(*args, **kwargs)
+        finally:
+            generation.paused = False
+
+    return paused
 
 
 class _Method(wrapt.FunctionWrapper):
@@ -100,12 +120,12 @@ def scheduler_watched(generation: Generation, step_in: tuple[Any, ...], step_out
 
     def set_timesteps(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
         result = wrapped(*args, **kwargs)
-        if threading.get_ident() == generation.thread:
+        if generation.running_here:
             generation.new_schedule(getattr(scheduler, "timesteps", None))
         return result
 
     def step(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-        if threading.get_ident() != generation.thread:
+        if not generation.running_here:
             return wrapped(*args, **kwargs)
         call = StepCall(generation, generation.current_step(), args, kwargs)
         for feature in step_in:

@@ -118,7 +118,7 @@ class Engine:
             return
         for site in self.sites.attention:
             processor = getattr(site.module, "processor", None)
-            if processor is None or is_hooked(processor, id(self)):
+            if processor is None or is_hooked(processor, site, id(self)):
                 continue
             hook_processor(processor, site, id(self))
             self._processors[id(processor)] = (processor, site)
@@ -130,6 +130,7 @@ class Engine:
             )
 
     def _remove_shim(self, shim: Shim) -> None:
+        shim = next((renewed for renewed in self._shims if renewed.site is shim.site), shim)
         if shim in self._shims:
             self._shims.remove(shim)
         if not shim.remove():
@@ -193,18 +194,37 @@ class Engine:
         """Come back to the front where something was put there after patching: compiled calls, new processors.
 
         Raises:
+            GenerationError: the pipeline has got another denoiser.
             RefusedError: the denoiser was compiled whole after patching, and a feature needs its blocks.
         """
-        for shim in self._shims:
-            shim.install()
+        for denoiser in self.sites.denoisers:
+            self._follow(denoiser)
+        self._shims = [shim.renewed() for shim in self._shims]
         self._hook_processors()
         refuse_whole_compile(self)
+
+    def _follow(self, denoiser: DenoiserSite) -> None:
+        """Move out to the wrapper that ``pipe.transformer = torch.compile(pipe.transformer)`` put there, or back in."""
+        module = getattr(self.sites.pipe, denoiser.name, None)
+        if module is denoiser.module or not isinstance(module, nn.Module):
+            return
+        if getattr(module, "_orig_mod", module) is not denoiser.inner:
+            raise GenerationError(
+                f"{denoiser.name} was replaced by another {type(module).__name__} after patching; undo the handle and patch "
+                "the pipeline again"
+            )
+        denoiser.module = module
+        for place, shim in enumerate(self._shims):
+            if shim.site is denoiser:
+                shim.remove()
+                self._shims[place] = Shim(self, module, denoiser, shim.enter)
+                self._shims[place].install()
 
     # -- one denoiser call -----------------------------------------------------------------------------------------
 
     def _enter_denoiser(self, denoiser: DenoiserSite, rest: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         generation = self.generation
-        if generation is None or generation.thread != threading.get_ident():
+        if generation is None or not generation.running_here:
             return rest(*args, **kwargs)
         call = Call(self, generation, denoiser, args, kwargs)
         call.step = generation.current_step()

@@ -40,7 +40,7 @@ class Stack:
     returns: tuple[str, ...]
     """Roles in the order in which a block returns them; a single role means a bare tensor."""
     order: tuple[str, ...] = ("text", "image")
-    """Token order inside joint attention and inside a joint stream."""
+    """Token order inside joint attention and inside a joint stream; empty where it is not known."""
     refiner: bool = False
     """True for blocks that run before the trunk on part of the tokens (noise and context refiners)."""
 
@@ -87,7 +87,7 @@ def load_hook_map(path: str | Path) -> HookMap:
         raise HookMapError(f"no hook map file {str(path)!r}{nearest(path.name, siblings)}")
     try:
         names = runpy.run_path(str(path))
-    except Exception as error:  # the file is the user's: whatever it raises is told in one sentence
+    except (Exception, SystemExit) as error:  # the file is the user's: whatever it raises is told in one sentence
         raise HookMapError(f"hook map {str(path)!r} does not run: {type(error).__name__}: {error}") from error
     found = names.get("HOOK_MAP")
     if not isinstance(found, HookMap):

@@ -77,7 +77,7 @@ def infer_stacks(denoiser: nn.Module) -> tuple[Stack, ...]:
     if "UNet" in type(denoiser).__name__:
         return ()
     return tuple(
-        Stack(name, streams={}, returns=())
+        Stack(name, streams={}, returns=(), order=())
         for name, child in denoiser.named_children()
         if isinstance(child, nn.ModuleList) and len(child) and len({type(block) for block in child}) == 1
     )

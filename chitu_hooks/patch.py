@@ -11,7 +11,7 @@ from torch import nn
 
 from .engine import Engine, refuse_whole_compile, warn_left_behind
 from .errors import PatchError, RefusedError
-from .feature import Feature
+from .feature import Feature, Refusal, needs_seam
 from .find import find_hook_map
 from .hook_map import HookMap
 from .report import Report, make_report
@@ -71,8 +71,8 @@ class Handle:
     def also(self, *features: Feature) -> Iterator[Handle]:
         """Run further features for a while: progress bars, stop watches, probes.
 
-        What is hooked already stays in place, so that nothing is traced or compiled again; seams that only these features
-        need are added and taken out again. The report of a generation lists them only while they are there.
+        What is hooked already stays in place, so that nothing is traced or compiled again; seams that only these
+        features need are added and taken out again. The report of a generation lists them only while they are there.
 
         Raises:
             PatchError: the handle is undone, a generation is running, or a feature of that name is there already.
@@ -171,6 +171,17 @@ def _check_features(engine: Engine, features: Sequence[Feature], new: Sequence[F
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise PatchError(f"feature {twice[0]!r} is given {names.count(twice[0])} times; give it once")
-    refusals = [(f, refusal) for f in new if (refusal := f.bind(engine.sites, engine.hook_map)) is not None]
+    refusals = [(f, refusal) for f in new if (refusal := _refusal(engine, f)) is not None]
     if refusals:
         raise RefusedError(". ".join(f"{feature.name}: {refusal}" for feature, refusal in refusals))
+
+
+def _refusal(engine: Engine, feature: Feature) -> Refusal | None:
+    """Why `feature` cannot be used on this pipeline: it needs blocks where there are none, or says so itself."""
+    for denoiser in engine.sites.denoisers if needs_seam(feature, "block") else ():
+        if not denoiser.stacks:
+            return Refusal(
+                f"{denoiser.name} ({type(denoiser.inner).__name__}) has no stack of blocks, so there is no trunk to skip or watch",
+                "features of the clock, denoiser and attention seams can be used here",
+            )
+    return feature.bind(engine.sites, engine.hook_map)

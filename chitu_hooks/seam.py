@@ -30,7 +30,7 @@ class Shim:
         enter: ``enter(site, call, args, kwargs)`` with `call` the rest of the chain.
     """
 
-    __slots__ = ("active", "engine", "enter", "inner", "module", "rest", "site")
+    __slots__ = ("active", "buried", "engine", "enter", "inner", "module", "rest", "site")
 
     def __init__(self, engine: Engine, module: nn.Module, site: Any, enter: Callable[..., Any]) -> None:
         self.engine = engine
@@ -38,6 +38,8 @@ class Shim:
         self.site = site
         self.enter = enter
         self.active = False
+        self.buried = False
+        """Whether an earlier shim in place of this one was wrapped by a stranger, and now only passes through."""
         self.inner: Any = ABSENT
         """What stood there before: a callable, another shim, None, or `ABSENT`."""
         self.rest: Callable[..., Any] = module._call_impl
@@ -57,6 +59,23 @@ class Shim:
         self.active = True
         slots[SLOT] = self
 
+    def renewed(self) -> Shim:
+        """The shim that stands in front from now on: this one or, where a stranger came to stand in front, a new one.
+
+        The stranger may have wrapped this one, which then must not act a second time further in: it passes through.
+        """
+        top = vars(self.module).get(SLOT, ABSENT)
+        if self in chain(top):
+            return self
+        if keeps_nothing(top):
+            self.install()
+            return self
+        self.active = False
+        fresh = Shim(self.engine, self.module, self.site, self.enter)
+        fresh.buried = True
+        fresh.install()
+        return fresh
+
     def remove(self) -> bool:
         """Leave the chain.
 
@@ -71,13 +90,12 @@ class Shim:
                 del slots[SLOT]
             else:
                 slots[SLOT] = self.inner
-            return True
+            return not self.buried
         for shim in chain(top):
             if shim.inner is self:
                 shim._chain_to(self.inner)
-                return True
-        # `module.compile()` replaces what was there and keeps nothing of it; any other callable may have wrapped us.
-        return not callable(top) or hasattr(top, "_torchdynamo_orig_callable")
+                return not self.buried
+        return keeps_nothing(top)
 
     def _chain_to(self, inner: Any) -> None:
         self.inner = inner
@@ -92,6 +110,14 @@ class Shim:
 
 def _nothing() -> None:
     """What a copied or pickled shim becomes: no shim."""
+
+
+def keeps_nothing(top: Any) -> bool:
+    """Whether what stands in front of a module cannot have wrapped what stood there before.
+
+    ``module.compile()`` replaces that and keeps nothing of it; any other callable may call it.
+    """
+    return not callable(top) or hasattr(top, "_torchdynamo_orig_callable")
 
 
 def chain(top: Any) -> list[Shim]:

@@ -107,6 +107,8 @@ class Branch:
         self.residuals: dict[int, dict[str, torch.Tensor | None]] = {}
         self.last_called: dict[int, int] = {}
         self.signature: Any = None
+        self.skippable = False
+        """Whether the last computed call left a residual for every stack that it ran and whose streams are known."""
         self.computed = 0
         self.skipped = 0
         self.replaced = 0
@@ -182,13 +184,13 @@ class Call:
         "kwargs",
         "output",
         "replaced",
+        "residuals",
         "runs",
         "signature",
         "skipping",
         "step",
         "trunk_entered",
         "trunk_left",
-        "residuals",
     )
 
     def __init__(
@@ -225,8 +227,7 @@ class Call:
     @property
     def can_skip(self) -> bool:
         """Whether this branch has a residual for every stack that it runs, taken from a call of the same signature."""
-        branch = self.branch
-        return bool(branch.residuals) and branch.signature == self.signature
+        return self.branch.skippable and self.branch.signature == self.signature
 
     def skip_trunk(self, residuals: dict[int, dict[str, torch.Tensor | None]] | None = None) -> None:
         """Skip every stack in this call: its exit returns this call's entry plus the residual.
@@ -334,6 +335,8 @@ class Generation:
         self.engine = engine
         self.pipe = pipe
         self.thread = threading.get_ident()
+        self.paused = False
+        """In a callback of the user: what runs there, a sibling that shares the denoiser say, is not this generation."""
         self.scheduler: Any = getattr(pipe, "scheduler", None)
         self.order = int(getattr(self.scheduler, "order", 1) or 1)
         self.memory = Memory()
@@ -349,6 +352,11 @@ class Generation:
         self.notes: dict[str, None] = {}
         self.tally: dict[tuple[str, str], dict[str, int]] = {}
         self.peak_bytes = 0
+
+    @property
+    def running_here(self) -> bool:
+        """Whether what this thread does just now is part of this generation."""
+        return not self.paused and self.thread == threading.get_ident()
 
     # -- the schedule ----------------------------------------------------------------------------------------------
 
