@@ -9,10 +9,36 @@
     print(handle.report())
 """
 
-from chitu_hooks import ChituError, Feature, Handle, HookMap, Stack
+from __future__ import annotations
 
-from .api import patch
-from .flexcache import Static
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from chitu_hooks import ChituError, Feature, Handle, HookMap, Stack
+
+    from .api import patch
+    from .flexcache import Static
 
 __all__ = ["ChituError", "Feature", "Handle", "HookMap", "Stack", "Static", "patch"]
 __version__ = "0.1.0.dev0"
+
+# Each name is imported when it is first asked for: the command line is in this package too, and has to show its help at
+# once and to describe an environment in which diffusers cannot be imported.
+_HOMES = {
+    **dict.fromkeys(("ChituError", "Feature", "Handle", "HookMap", "Stack"), "chitu_hooks"),
+    "Static": "chitu_diffusion.flexcache",
+    "patch": "chitu_diffusion.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,65 @@
+"""Entry point of ``chitu``: the subcommands, put together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from .env import env
+from .group import Group
+from .run import run
+from .verify import verify
+
+app = typer.Typer(
+    name="chitu",
+    cls=Group,
+    help="Run diffusers pipelines with hooks that make them faster, and check that the hooks do what they say.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(run)
+app.command()(verify)
+app.command()(env)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from chitu_diffusion import __version__
+
+        print(f"chitu {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Run diffusers pipelines with hooks that make them faster, and check that the hooks do what they say."""
+
+
+def main() -> None:
+    """What the ``chitu`` script calls."""
+    # The library tells of optional parts that it does without; a user who wants to know sets this variable.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    with contextlib.suppress(ValueError, AttributeError):  # not the main thread, or no such signal here
+        signal.signal(signal.SIGTERM, _terminated)
+    app()
+
+
+def _terminated(number: int, frame: Any) -> None:
+    """Leave through every ``finally``, so that nothing half written stays behind."""
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    main()
