@@ -4,13 +4,14 @@ It knows no kernel, cache or rank; those are features (`Feature`) and live in `c
 """
 
 from .attention import AttentionContext
+from .call import BlockInputs, Call, StepCall
 from .errors import ChituError, ChituWarning, GenerationError, HookMapError, PatchError, RefusedError
 from .feature import Exactness, Feature, Order, Refusal
 from .hook_map import HookMap, Stack, load_hook_map
 from .patch import Handle, patch
 from .report import Report
 from .sites import Sites
-from .state import BlockInputs, Branch, Call, Generation, Step, StepCall, Streams
+from .state import Branch, Generation, Step, Streams
 
 __all__ = [
     "AttentionContext",

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import infer
+from .call import BlockInputs, Call, StackRun
 from .errors import GenerationError
-from .state import ACTIVE, BlockInputs, Call, StackRun, Streams
+from .state import ACTIVE, Streams
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from .state import ACTIVE, Branch, Call, Generation
+from .call import Call
+from .state import ACTIVE, Branch, Generation
 
 PER_STEP = frozenset({"timestep", "timestep_r", "t", "return_dict", "sigma"})
 """Plain arguments that may differ from step to step, or mean nothing, and so tell no branches apart."""
@@ -39,7 +40,7 @@ def identify(generation: Generation, call: Call, conditioning: tuple[str, ...]) 
 
 def plain_arguments(call: Call) -> tuple[Any, ...]:
     """Name and value of every argument that is a number, a word, None or a sequence of those."""
-    found = []
+    found: list[tuple[str, Any]] = []
     for position, name in enumerate(call.denoiser.arguments):
         if name in PER_STEP:
             continue

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import wrapt
 
-from .attention import unhooked_reduce
-from .state import ACTIVE, Generation, StepCall
+from .call import StepCall
+from .copies import unhooked_reduce
+from .state import ACTIVE, Generation
 
 if TYPE_CHECKING:
     from .engine import Engine

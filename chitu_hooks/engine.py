@@ -11,14 +11,15 @@ from typing import Any
 from torch import nn
 
 from . import branches, clock
-from .attention import hook_processor, is_hooked, unhook_processor
 from .block import BlockSeam
+from .call import Call, with_first
 from .errors import ChituWarning, GenerationError, RefusedError
 from .feature import Feature, needs_seam, overrides
 from .hook_map import HookMap
+from .processors import hook_processor, is_hooked, unhook_processor
 from .seam import Shim
 from .sites import AttentionSite, DenoiserSite, Sites
-from .state import ACTIVE, Call, Generation, with_first
+from .state import ACTIVE, Generation
 
 
 class Engine:

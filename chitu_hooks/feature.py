@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     import torch
 
     from .attention import AttentionContext
+    from .call import BlockInputs, Call, StepCall
     from .hook_map import HookMap
     from .sites import BlockSite, Sites
-    from .state import BlockInputs, Call, Generation, StepCall, Streams
+    from .state import Generation, Streams
 
 Exactness = Literal["exact", "close", "lossy"]
 """*exact*: the stock model's bits. *close*: the same mathematics in another order or kernel. *lossy*: other mathematics."""

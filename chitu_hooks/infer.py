@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .call import BlockInputs, StackRun
 from .errors import HookMapError
 from .hook_map import HookMap, Stack
 from .sites import argument_positions
-from .state import BlockInputs, StackRun
 
 if TYPE_CHECKING:
     from .sites import BlockSite, StackSite

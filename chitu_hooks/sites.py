@@ -203,7 +203,7 @@ def _follow(denoiser: DenoiserSite, path: str, hook_map: HookMap) -> nn.ModuleLi
 
 def _attention_sites(root: nn.Module, owners: dict[int, StackSite]) -> list[AttentionSite]:
     """Every module below `root` with an attention processor, in the order of the module tree."""
-    from .attention import reaches_attention
+    from .processors import reaches_attention
 
     sites: list[AttentionSite] = []
 

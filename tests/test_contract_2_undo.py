@@ -74,7 +74,7 @@ def test_failure_half_way_through_patching(name: str, where: str, monkeypatch: p
     owner, function = {
         "pipeline": (clock, "hook_pipeline"),
         "shim": (seam.Shim, "install"),
-        "processor": (attention, "hook_processor"),
+        "processor": (processors, "hook_processor"),
     }[where]
     original = getattr(owner, function)
     pipe = build(name)

@@ -16,7 +16,7 @@ from probes import Scale, Watch, every
 from snapshot import changes, snapshot
 from tiny import ALL, build, run
 
-from chitu_hooks import attention, clock, patch, seam
+from chitu_hooks import clock, patch, processors, seam
 
 NAMES = tuple(ALL)
 
@@ -158,7 +158,7 @@ def test_copies_made_during_a_generation(name: str) -> None:
 def test_nothing_outlives_the_last_handle(name: str) -> None:
     for _ in range(2):  # the first frees patched pipelines of earlier tests, the second the classes that they were of
         gc.collect()
-    assert not attention._HOOKED and not clock._HOOKED, "left over by an earlier test"
+    assert not processors._HOOKED and not clock._HOOKED, "left over by an earlier test"
     sdpa, dispatch = torch.nn.functional.scaled_dot_product_attention, attention_dispatch.dispatch_attention_fn
     backend = attention_dispatch._AttentionBackendRegistry.get_active_backend()
     pipe = build(name)
@@ -168,13 +168,13 @@ def test_nothing_outlives_the_last_handle(name: str) -> None:
     assert attention_dispatch.dispatch_attention_fn is dispatch
     assert attention_dispatch._AttentionBackendRegistry.get_active_backend() == backend
     assert len(clock._HOOKED) == 1
-    assert len(attention._HOOKED) >= 1
+    assert len(processors._HOOKED) >= 1
     handle.undo()
     del handle
     gc.collect()
-    assert not attention._HOOKED
+    assert not processors._HOOKED
     assert not clock._HOOKED
-    assert attention.ACTIVE.call is attention.ACTIVE.attention is attention.ACTIVE.frame is None
+    assert processors.ACTIVE.call is processors.ACTIVE.attention is processors.ACTIVE.frame is None
 
 
 def test_a_pipeline_that_goes_away_without_undo() -> None:
@@ -184,5 +184,5 @@ def test_a_pipeline_that_goes_away_without_undo() -> None:
     del pipe
     gc.collect()
     gc.collect()  # the classes, after the objects
-    assert not attention._HOOKED
+    assert not processors._HOOKED
     assert not clock._HOOKED

@@ -58,12 +58,15 @@ def rand(*shape: int) -> Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+ZERO = torch.tensor([0])
+
+
 def keys(c: Case) -> Tensor:
     return torch.arange(c.T) < torch.tensor([c.T - 3 - 5 * b for b in range(c.B)])[:, None, None, None]
 
 
 def visible(c: Case) -> Tensor:
-    return (rand(c.B, 1, c.S, c.T) < 0.6).index_fill_(3, torch.tensor([0]), True)
+    return (rand(c.B, 1, c.S, c.T) < 0.6).index_fill_(3, ZERO, True)
 
 
 def no_key(c: Case) -> Tensor:
@@ -89,6 +92,7 @@ CASES = {
     "key mask": Case(mask=keys),
     "key mask, aligned": Case(S=48, T=64, mask=keys),
     "boolean mask": Case(mask=visible),
+    "boolean mask by heads": Case(mask=lambda c: visible(c) & (rand(1, c.H, 1, c.T) < 0.8).index_fill(3, ZERO, True)),
     "boolean mask of two dimensions": Case(mask=lambda c: visible(c)[0, 0]),
     "queries without a key": Case(mask=no_key),
     "a sample without a key": Case(mask=no_key_of_a_sample),
@@ -202,6 +206,20 @@ def test_every_case_tells_right_from_wrong() -> None:
         ):
             if changed is not None:
                 assert error(reference(q, k, v, *changed)[0], expected) > 5 * max(TOLERANCE.values())
+
+
+def test_flex_of_diffusers() -> None:
+    """It runs on the CPU too, slowly; what it would get on CUDA is right, and its causal order, which is not, is refused."""
+    kernel, ran = kernels()["diffusers:flex"], []
+    for title, case in CASES.items():
+        q, k, v, mask = inputs(case, 40, torch.float32)
+        call = call_of(q, k, v, mask, case.causal)._replace(device="cuda")
+        if kernel.refusal(call) is None:
+            ran.append(title)
+            out = kernel.run(q, k, v, mask, case.causal, case.scale)
+            expected, _ = reference(q, k, v, mask, case.causal, case.scale)
+            assert error(out, expected) <= TOLERANCE[torch.float32], title
+    assert ran == [title for title, case in CASES.items() if not case.causal]
 
 
 REFUSED = {

@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from chitu_hooks import Call, Generation
-from chitu_hooks.state import map_tensors
+from chitu_hooks.call import map_tensors
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from chitu_hooks import Feature, Generation, Order, StepCall
-from chitu_hooks.state import Call
+from chitu_hooks.call import Call
 
 STAGES = ("load", "encode", "denoise", "decode")
 

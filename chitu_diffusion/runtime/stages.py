@@ -13,9 +13,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from chitu_hooks import Feature, Generation, Handle, Order, PatchError, StepCall
+from chitu_hooks import Call, Feature, Generation, Handle, Order, PatchError, StepCall
 from chitu_hooks.clock import instance_wrapper
-from chitu_hooks.state import Call
 
 from .metrics import is_last
 from .relay import Relay
