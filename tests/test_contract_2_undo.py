@@ -10,7 +10,7 @@ from probes import Fails, Scale, Watch, every
 from snapshot import changes, snapshot
 from tiny import ALL, build, run
 
-from chitu_hooks import ChituError, Feature, Handle, Refusal, RefusedError, attention, clock, patch, seam
+from chitu_hooks import ChituError, Feature, Handle, Refusal, RefusedError, clock, patch, processors, seam
 
 
 @pytest.mark.parametrize("name", ALL)
