@@ -222,6 +222,25 @@ def test_flex_of_diffusers() -> None:
     assert ran == [title for title, case in CASES.items() if not case.causal]
 
 
+@pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_efficient", "sdpa_cudnn"])
+def test_shapes_without_a_device(name: str) -> None:
+    """The code around torch's CUDA operators, on tensors without data: what the graph of a compiled model is built of."""
+    kernel, ran = kernels()[name], []
+    for title, case in CASES.items():
+        for dim in DIMS:
+            q, k, v, mask = (None if t is None else t.to("meta") for t in inputs(case, dim, torch.bfloat16))
+            call = call_of(q, k, v, mask, case.causal)._replace(device="cuda")
+            if kernel.refusal(call) is not None:
+                continue
+            ran.append(title)
+            out = kernel.run(q, k, v, mask, case.causal, case.scale)
+            assert out.shape == q.shape and out.dtype == q.dtype
+            if mask is None and not case.causal:
+                out, lse = kernel.run_with_lse(q, k, v, case.scale)
+                assert out.shape == q.shape and lse.shape == (case.B, case.H, case.S)
+    assert "plain" in ran and ("boolean mask" in ran) == (name != "sdpa_flash")
+
+
 REFUSED = {
     "sdpa_flash": {"float64"},
     "sdpa_efficient": {"float64"},

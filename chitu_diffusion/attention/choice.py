@@ -1,18 +1,27 @@
-"""The features that run a kernel in the attention seam: a named one, or the fastest of the table."""
+"""The features that run a kernel in the attention seam: a named one, or the fastest of the table.
+
+Decisions are made outside traced code, see `tracing`.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from chitu_hooks import AttentionContext, Feature, HookMap, Order, Refusal, RefusedError, Sites
+from chitu_hooks import AttentionContext, Feature, HookMap, Order, Refusal, Sites
 from chitu_hooks.sites import AttentionSite
 
-from .fastest import fastest
-from .kernel import AttentionCall, Kernel
+from .call import assumed_call, broadcast_mask, real_call
+from .fastest import Row, fastest
+from .kernel import AttentionCall, Kernel, word
 from .table import find_kernel, kernels
+from .tracing import Decision, kernel_while_tracing, refusal_while_tracing, refuse
+
+LOAD_ERRORS = (ImportError, OSError, RuntimeError, AttributeError, ValueError)
+"""What importing a package raises that is installed and does not work here."""
 
 
 def make_attention(name: str) -> AttentionFeature:
@@ -28,21 +37,46 @@ class AttentionFeature(Feature):
     """What both choices share: which layers are reached, and what one call looks like."""
 
     order = Order.KERNEL
-    layers: int = 0
+
+    def __init__(self) -> None:
+        self.layers: list[AttentionSite] = []
+        self.loaded: dict[str, Kernel] = {}
+        """The kernels that may run, by name."""
+        self.decided: dict[tuple[AttentionCall, int], Decision] = {}
+        self.seen: dict[AttentionCall, set[str]] = {}
+        """Kind of call -> paths of the layers that made it where nothing was compiled."""
 
     def bind(self, sites: Sites, hook_map: HookMap) -> Refusal | None:
-        reachable = [site for site in sites.attention if site.reachable]
-        if not reachable:
+        self.layers = [site for site in sites.attention if site.reachable]
+        if not self.layers:
             return Refusal("no attention layer can be reached", "leave attention out")
-        for site in reachable:
+        for site in self.layers:
             if getattr(site.module.processor, "_parallel_config", None) is not None:
                 return Refusal(f"{site.path}: diffusers' own context parallelism is on", "disable it, then patch")
-        self.layers = len(reachable)
-        return self.bind_layers(reachable)
+        return self.bind_layers()
 
-    def bind_layers(self, layers: list[AttentionSite]) -> Refusal | None:
+    def bind_layers(self) -> Refusal | None:
         """First gate for the layers that the seam reaches."""
         raise NotImplementedError
+
+    def decide(self, call: AttentionCall, tokens: int = 0) -> Decision:
+        """What to do with `call`, worked out once for each kind of call.
+
+        Args:
+            tokens: lower end of the length bucket, see `AutoAttention.bucket`.
+        """
+        decision = self.decided.get((call, tokens))
+        if decision is None:
+            decision = self.decided[call, tokens] = self.decide_anew(call, tokens)
+        return decision
+
+    def decide_anew(self, call: AttentionCall, tokens: int) -> Decision:
+        raise NotImplementedError
+
+    def set_in_diffusers(self) -> dict[str, int]:
+        """Backend that the user set in diffusers -> number of layers."""
+        backends = (getattr(site.module.processor, "_attention_backend", None) for site in self.layers)
+        return dict(Counter(str(getattr(b, "value", b)) for b in backends if b is not None))
 
 
 class NamedAttention(AttentionFeature):
@@ -53,100 +87,149 @@ class NamedAttention(AttentionFeature):
     """
 
     def __init__(self, kernel: Kernel) -> None:
+        super().__init__()
         self.kernel = kernel
         self.name = f"attention={kernel.name}"
         self.exactness = kernel.exactness
 
-    def bind_layers(self, layers: list[AttentionSite]) -> Refusal | None:
-        reason = self.kernel.available()
+    def bind_layers(self) -> Refusal | None:
+        kernel = self.kernel
+        reason = kernel.available()
         if reason is not None:
-            return Refusal(f"{self.kernel.name} {reason}", usable())
-        self.kernel.load()
-        for site in layers:
+            return Refusal(f"{kernel.name} {reason}", usable())
+        try:
+            kernel.load()
+        except LOAD_ERRORS as error:
+            return Refusal(f"{kernel.name} is installed and does not load: {error}", usable())
+        for site in self.layers:
             call = assumed_call(site.module)
-            reason = self.kernel.refusal(call) if call is not None else None
+            reason = kernel.refusal(call) if call is not None else None
             if reason is not None:
-                return Refusal(f"{site.path}: {self.kernel.name} {reason}", usable())
+                return Refusal(f"{site.path}: {kernel.name} {reason}", usable())
         return None
+
+    def decide_anew(self, call: AttentionCall, tokens: int) -> Decision:
+        reason = self.kernel.refusal(call)
+        return self.kernel.name, None if reason is None else f"{self.kernel.name} {reason}; {usable()}"
 
     def attention(self, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, ctx: AttentionContext) -> Tensor:
         """Second gate and run: what the real call turns out to be."""
-        reason = self.kernel.refusal(real_call(q_BSHD, k_BTHD, ctx))
-        if reason is not None:
+        mask = broadcast_mask(q_BSHD, k_BTHD, ctx.mask)
+        call = real_call(q_BSHD, k_BTHD, v_BTHD, mask, ctx)
+        if torch.compiler.is_compiling():
+            refusal = refusal_while_tracing(self.name, *call, 0)
+        else:
+            refusal = self.decide(call)[1]
+        if refusal is not None:
             layer = ctx.site.path if ctx.site is not None else "an attention layer"
-            raise RefusedError(f"{layer}: {self.kernel.name} {reason}; {usable()}")
-        return self.kernel.run(q_BSHD, k_BTHD, v_BTHD, ctx.mask, ctx.causal, ctx.scale)
+            refuse(layer, refusal, torch.compiler.is_compiling())
+        return self.kernel.run(q_BSHD, k_BTHD, v_BTHD, mask, ctx.causal, ctx.scale)
 
     def report(self) -> dict[str, Any]:
-        return {"kernel": self.kernel.name, "layers": self.layers}
+        told = {"kernel": self.kernel.name, "layers": len(self.layers)}
+        overridden = self.set_in_diffusers()
+        return {**told, "in place of the backend set in diffusers": overridden} if overridden else told
 
 
 class AutoAttention(AttentionFeature):
     """Each attention call on the fastest measured kernel that can do it, and never on a lossy one.
 
     The choice comes from a table of measurements by compute capability, dtype, head dim and length, so that runs and
-    ranks agree. Where the table has no row, or the user chose a backend in diffusers, the stock call is left as it is.
+    ranks agree: every rank reads the same file and times nothing. Where the table has no row, or the user chose a
+    backend for this model in diffusers, the stock call is left as it is.
     """
 
     name = "attention=auto"
     exactness = "close"
+    device = "cuda"
+    """Device type that the table is about."""
 
     def __init__(self) -> None:
-        self._candidates: dict[torch.dtype, tuple[tuple[int, int, tuple[Kernel, ...]], ...]] = {}
-        """dtype -> rows of (head dim, from how many query tokens, kernels from the fastest)."""
+        super().__init__()
+        self.rows: tuple[Row, ...] = ()
+        self.buckets: tuple[int, ...] = ()
+        """Lower ends of the length buckets in tokens, longest first."""
+        self.skipped: dict[str, str] = {}
+        """Measured kernels that cannot be used here -> why."""
 
-    def bind_layers(self, layers: list[AttentionSite]) -> Refusal | None:
-        self._candidates = fastest()
+    def bind_layers(self) -> Refusal | None:
+        self.rows = fastest()
+        self.buckets = tuple(sorted({row.tokens for row in self.rows}, reverse=True))
+        for name in dict.fromkeys(name for row in self.rows for name in row.kernels):
+            self._load(name)
         return None
+
+    def _load(self, name: str) -> None:
+        kernel = kernels().get(name)
+        reason = "is not known" if kernel is None else kernel.available()
+        if kernel is not None and kernel.exactness == "lossy":
+            reason = "is lossy"
+        if kernel is not None and reason is None:
+            try:
+                kernel.load()
+            except LOAD_ERRORS as error:
+                reason = f"is installed and does not load: {error}"
+        if kernel is None or reason is not None:
+            self.skipped[name] = f"{reason}"
+        else:
+            self.loaded[name] = kernel
+
+    def bucket(self, tokens: int) -> int:
+        """Lower end of the bucket that a length falls into; 0 below the shortest measured. Traced by torch.compile."""
+        for lower in self.buckets:
+            if tokens >= lower:
+                return lower
+        return 0
+
+    def decide_anew(self, call: AttentionCall, tokens: int) -> Decision:
+        measured = tokens > 0 and call.device == self.device
+        row = next((row for row in self.rows if row.fits(call, tokens)), None) if measured else None
+        for candidate in row.kernels if row is not None else ():
+            kernel = self.loaded.get(candidate)
+            if kernel is not None and kernel.refusal(call) is None:
+                return candidate, None
+        return None, None
 
     def attention(self, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, ctx: AttentionContext) -> Tensor | None:
         if ctx.backend is not None:
             return None
-        call = real_call(q_BSHD, k_BTHD, ctx)
-        if call.device != "cuda":
+        mask = broadcast_mask(q_BSHD, k_BTHD, ctx.mask)
+        call = real_call(q_BSHD, k_BTHD, v_BTHD, mask, ctx)
+        tokens = self.bucket(min(q_BSHD.shape[1], k_BTHD.shape[1])) if self.buckets else 0
+        if torch.compiler.is_compiling():
+            name = kernel_while_tracing(self.name, *call, tokens)
+        else:
+            name = self.decide(call, tokens)[0]
+            if ctx.site is not None:
+                self.seen.setdefault(call, set()).add(ctx.site.path)
+        if name is None:
             return None
-        for head_dim, tokens, ranked in self._candidates.get(call.dtype, ()):
-            if call.head_dim <= head_dim and q_BSHD.shape[1] >= tokens:
-                for kernel in ranked:
-                    if kernel.refusal(call) is None:
-                        return kernel.run(q_BSHD, k_BTHD, v_BTHD, ctx.mask, ctx.causal, ctx.scale)
-                return None
-        return None
+        return self.loaded[name].run(q_BSHD, k_BTHD, v_BTHD, mask, ctx.causal, ctx.scale)
 
     def report(self) -> dict[str, Any]:
-        rows = [
-            f"{str(dtype).removeprefix('torch.')} head dim {head_dim} from {tokens} tokens: {ranked[0].name}"
-            for dtype, found in self._candidates.items()
-            for head_dim, tokens, ranked in found
-            if ranked
-        ]
-        return {"table": rows or "no measurements for this device: torch's own choice is left", "layers": self.layers}
+        told: dict[str, Any] = {"layers": len(self.layers)}
+        if not self.rows:
+            told["table"] = "no measurements for this device: torch's own choice is left"
+        left = self.set_in_diffusers()
+        if left:
+            told["left to the backend set in diffusers"] = left
+        if self.skipped:
+            told["measured, and not usable here"] = dict(self.skipped)
+        chosen: dict[AttentionCall, dict[str, None]] = {}
+        for (call, _), (name, _) in self.decided.items():
+            chosen.setdefault(call, {})[name or "torch's own choice"] = None
+        if chosen:
+            told["chosen"] = {self._describe(call): " or ".join(names) for call, names in chosen.items()}
+        return told
 
-
-def real_call(q_BSHD: Tensor, k_BTHD: Tensor, ctx: AttentionContext) -> AttentionCall:
-    """What decides whether a kernel can do this call."""
-    return AttentionCall(
-        dtype=q_BSHD.dtype,
-        device=q_BSHD.device.type,
-        head_dim=q_BSHD.shape[3],
-        heads=q_BSHD.shape[2],
-        key_heads=k_BTHD.shape[2],
-        masked=ctx.mask is not None,
-        causal=ctx.causal,
-        dropout=ctx.dropout,
-        same_length=not ctx.causal or q_BSHD.shape[1] == k_BTHD.shape[1],
-    )
-
-
-def assumed_call(module: torch.nn.Module) -> AttentionCall | None:
-    """What the weights alone tell of a layer's calls; None where they do not tell, so that the second gate decides."""
-    heads, inner = getattr(module, "heads", None), getattr(module, "inner_dim", None)
-    weight = next((p for p in module.parameters() if p.is_floating_point()), None)
-    if not isinstance(heads, int) or not isinstance(inner, int) or weight is None or weight.dtype.itemsize < 2:
-        return None
-    if weight.device.type == "meta" or (weight.device.type == "cpu" and torch.cuda.is_available()):
-        return None  # offloaded: where it will run, and in which dtype, is for the second gate to see
-    return AttentionCall(weight.dtype, weight.device.type, inner // heads, heads, heads, False, False, 0.0)
+    def _describe(self, call: AttentionCall) -> str:
+        """What kind of call it is, and how many layers made it, or, where compiled, have weights of its shape."""
+        kind = f"{word(call.dtype)} {call.heads}×{call.head_dim}{f' {call.mask} mask' if call.mask else ''}"
+        assumed = [assumed_call(site.module) for site in self.layers]
+        count = len(self.seen.get(call, ())) or sum(
+            a is not None and (a.heads, a.head_dim) == (call.heads, call.head_dim) for a in assumed
+        )
+        return f"{kind} ({count or 'some'} of {len(self.layers)} layers)"
 
 
 def usable() -> str:

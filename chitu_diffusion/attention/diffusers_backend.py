@@ -2,23 +2,59 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
     _AttentionBackendRegistry,
     _check_attention_backend_requirements,
+    _maybe_download_kernel_for_backend,
     dispatch_attention_fn,
 )
 from torch import Tensor
 
-from .kernel import FLOATS, HALF, Abilities, Kernel
+from .kernel import FLOATS, KEY, MASKS, Abilities, Kernel
+from .sdpa import SdpaCudnn, SdpaEfficient, SdpaFlash, SdpaMath, additive, aligned, four_dims
 
 PREFIX = "diffusers:"
+
+# What each can really take: its own code raises on some of the rest, and on some of it computes something else.
+FLASH = Abilities(grouped=False)
+SAGE = Abilities(head_dims=(64, 96, 128), grouped=False)
+ABILITIES: dict[str, Abilities] = {
+    # torch 2.13 reads a float32 mask as float64 there, on the CPU, and computes nonsense.
+    "native": dataclasses.replace(SdpaMath.abilities, dtypes=FLOATS),
+    "_native_math": SdpaMath.abilities,
+    "_native_efficient": dataclasses.replace(SdpaEfficient.abilities, grouped=False),
+    "_native_flash": dataclasses.replace(SdpaFlash.abilities, devices=("cuda",), grouped=False),
+    "_native_cudnn": dataclasses.replace(SdpaCudnn.abilities, grouped=False),
+    "_native_npu": Abilities(devices=("npu",), causal=False, grouped=False),
+    "_native_xla": Abilities(devices=("xla",), grouped=False),
+    # It forgets causal order where there is no mask.
+    "flex": Abilities(dtypes=FLOATS, masks=MASKS, causal=False),
+    # It adds boolean masks of four dimensions to the scores as ones and zeros.
+    "xformers": Abilities(dtypes=FLOATS, head_dim_multiple=8, causal=False),
+    **dict.fromkeys(("flash", "flash_hub", "_flash_3", "_flash_3_hub", "flash_4_hub", "aiter_fa2_hub"), FLASH),
+    # They reduce any mask to one of the keys, and take that in packed form.
+    **dict.fromkeys(
+        ("flash_varlen", "flash_varlen_hub", "_flash_varlen_3", "_flash_3_varlen_hub"),
+        dataclasses.replace(FLASH, masks=(KEY,)),
+    ),
+    "sage_varlen": dataclasses.replace(SAGE, masks=(KEY,)),
+}
+MADE_ADDITIVE = ("_native_cudnn", "flex")
+"""Backends that get a boolean mask as an additive one: torch makes it wrong for cuDNN, see `SdpaCudnn`, and diffusers
+takes the first head's for flex."""
+AS_IT_IS = ("native", "_native_math")
+"""Backends that get the call just as the layer made it; the others need aligned rows, and masks of four dimensions."""
 
 
 class DiffusersBackend(Kernel):
     """One backend of `diffusers.models.attention_dispatch`, called for this pipe only.
+
+    The ``_native_…`` ones switch process-wide flags of torch while they run, as they do in diffusers; the ``sdpa_…``
+    kernels do not.
 
     Args:
         backend: the member of `AttentionBackendName`.
@@ -28,19 +64,9 @@ class DiffusersBackend(Kernel):
         self.backend = backend
         self.name = f"{PREFIX}{backend.value}"
         self.exactness = "lossy" if "sage" in backend.value else "close"
-        native = backend.value in ("native", "_native_math")
-        # The dispatcher drops arguments that a backend does not list, and most flash and sage backends raise on a mask.
-        takes_mask = "attn_mask" in self._argument_names() and not _flashlike(backend.value)
-        self.abilities = Abilities(
-            devices=("cpu", "cuda", "mps", "xpu") if native else ("cuda",),
-            dtypes=FLOATS if "native" in backend.value or backend.value in ("flex", "xformers") else HALF,
-            max_head_dim=2**16 if native else 256,
-            mask=takes_mask,
-            grouped="enable_gqa" in self._argument_names(),
-        )
-
-    def _argument_names(self) -> set[str]:
-        return _AttentionBackendRegistry._supported_arg_names.get(self.backend, set())
+        self.abilities = ABILITIES.get(backend.value, SAGE if "sage" in backend.value else FLASH)
+        self.makes_additive = backend.value in MADE_ADDITIVE
+        self.prepares = backend.value not in AS_IT_IS
 
     def available(self) -> str | None:
         if self.backend not in _AttentionBackendRegistry._backends:
@@ -49,19 +75,30 @@ class DiffusersBackend(Kernel):
             _check_attention_backend_requirements(self.backend)
         except (RuntimeError, ImportError, OSError) as error:
             return str(error).rstrip(".")
-        return None if "cpu" in self.abilities.devices else self.abilities.capability_refusal()
+        return self.abilities.capability_refusal() if "cuda" in self.abilities.devices[:1] else self._elsewhere()
+
+    def _elsewhere(self) -> str | None:
+        return None if "cpu" in self.abilities.devices else f"needs a device of type {self.abilities.devices[0]}"
+
+    def load(self) -> None:
+        """Fetch a kernel that lives on the Hub, as ``set_attention_backend`` does.
+
+        Raises:
+            ImportError, OSError, ValueError: it cannot be fetched or used.
+        """
+        _maybe_download_kernel_for_backend(self.backend)
 
     def run(
         self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, mask: Tensor | None, causal: bool, scale: float | None
     ) -> Tensor:
+        if self.makes_additive:
+            mask = additive(mask, q_BSHD)
+        if self.prepares:
+            q_BSHD, k_BTGD, v_BTGD, mask = aligned(q_BSHD), aligned(k_BTGD), aligned(v_BTGD), four_dims(mask)
         grouped = q_BSHD.shape[2] != k_BTGD.shape[2]
         return dispatch_attention_fn(
             q_BSHD, k_BTGD, v_BTGD, mask, 0.0, causal, scale, grouped, None, backend=self.backend
         )
-
-
-def _flashlike(name: str) -> bool:
-    return ("flash" in name or "sage" in name or "aiter" in name or name == "_native_xla") and "varlen" not in name
 
 
 def diffusers_backends() -> list[Kernel]:

@@ -8,7 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from .kernel import HALF, Abilities, Kernel
-from .packages import missing, version
+from .packages import installed, missing, version
+from .sdpa import aligned
+
+OLDEST = (2, 6)
+"""First version whose forward is an operator that torch.compile knows."""
 
 
 class FlashAttention2(Kernel):
@@ -20,10 +24,11 @@ class FlashAttention2(Kernel):
     attend: Callable[..., Any]
 
     def available(self) -> str | None:
-        # flash-attn-4 ships a package of the same name without the kernels of version 2.
         reason = missing("flash-attn", "flash_attn") or missing("flash-attn", "flash_attn_2_cuda")
-        if reason is None and version("flash-attn") < (2, 6):
-            reason = "needs flash-attn 2.6 or newer"
+        if reason is not None and installed("flash-attn-4"):
+            reason += "; flash-attn-4 has a module of that name, without the kernels of version 2"
+        if reason is None and version("flash-attn") < OLDEST:
+            reason = f"needs flash-attn {'.'.join(map(str, OLDEST))} or newer"
         return self.abilities.capability_refusal() or reason
 
     def load(self) -> None:
@@ -34,4 +39,12 @@ class FlashAttention2(Kernel):
     def run(
         self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, mask: Tensor | None, causal: bool, scale: float | None
     ) -> Tensor:
-        return self.attend(q_BSHD, k_BTGD, v_BTGD, softmax_scale=scale, causal=causal)
+        q, k, v = (aligned(t) for t in (q_BSHD, k_BTGD, v_BTGD))
+        return self.attend(q, k, v, softmax_scale=scale, causal=causal)
+
+    def run_with_lse(
+        self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = (aligned(t) for t in (q_BSHD, k_BTGD, v_BTGD))
+        out, lse, _ = self.attend(q, k, v, softmax_scale=scale, return_attn_probs=True)
+        return out, lse

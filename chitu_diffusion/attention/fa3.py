@@ -1,9 +1,9 @@
-"""FlashAttention-3 for Hopper, from the package fa3-fwd, or from flash_attn_interface where that is built from source."""
+"""FlashAttention-3 for Hopper, from the package fa3-fwd, or flash_attn_interface built from source."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from .kernel import HALF, Abilities, Kernel
+from .packages import find
+from .sdpa import aligned
 
 HOPPER = Abilities(
     dtypes=(torch.bfloat16,), max_head_dim=256, head_dim_multiple=8, capability=(9, 0), capability_below=(10, 0)
@@ -18,7 +20,7 @@ HOPPER = Abilities(
 MODULES = {
     # The wheel of fa3-fwd 0.0.3 is built without float16.
     "fa3_fwd_interface": HOPPER,
-    "flash_attn_interface": Abilities(**{**vars(HOPPER), "dtypes": HALF}),
+    "flash_attn_interface": dataclasses.replace(HOPPER, dtypes=HALF),
 }
 
 
@@ -29,6 +31,10 @@ class FlashAttention3(Kernel):
     returns_lse = True
     abilities = HOPPER
     attend: Callable[..., Any]
+    operator: Callable[..., Any] | None = None
+    """The C++ operator of fa3-fwd, without its Python wrappers: uncompiled, they cost more than the launch."""
+    traceable: Callable[..., Any] | None = None
+    """The Python operator around it, which torch.compile knows the output's shape of."""
 
     def available(self) -> str | None:
         reason = None
@@ -38,16 +44,35 @@ class FlashAttention3(Kernel):
 
     def load(self) -> None:
         name = _module()
-        assert name is not None, "available() said so"
-        self.abilities = MODULES[name]
+        if name is None:
+            raise ImportError("neither fa3_fwd_interface nor flash_attn_interface is installed")
         self.attend = importlib.import_module(name).flash_attn_func
+        self.abilities = MODULES[name]
+        if name == "fa3_fwd_interface":
+            self.operator = torch.ops.fa3_fwd.fwd
+            self.traceable = torch.ops.fa3_fwd._flash_attn_forward
 
     def run(
         self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, mask: Tensor | None, causal: bool, scale: float | None
     ) -> Tensor:
-        out = self.attend(q_BSHD, k_BTGD, v_BTGD, softmax_scale=scale, causal=causal)
+        q, k, v = (aligned(t) for t in (q_BSHD, k_BTGD, v_BTGD))
+        if scale is None:
+            scale = q.shape[-1] ** -0.5
+        if self.operator is not None and self.traceable is not None:
+            # One split, as the wrapper has it: the result then does not depend on the number of multiprocessors.
+            if torch.compiler.is_compiling():
+                return self.traceable(q, k, v, softmax_scale=scale, causal=causal, num_splits=1)[0]
+            return self.operator(q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1)[0]
+        out = self.attend(q, k, v, softmax_scale=scale, causal=causal)
         return out[0] if isinstance(out, tuple) else out
+
+    def run_with_lse(
+        self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = (aligned(t) for t in (q_BSHD, k_BTGD, v_BTGD))
+        out, lse = self.attend(q, k, v, softmax_scale=scale, return_attn_probs=True)[:2]
+        return out, lse
 
 
 def _module() -> str | None:
-    return next((name for name in MODULES if importlib.util.find_spec(name) is not None), None)
+    return next((name for name in MODULES if find(name) is not None), None)

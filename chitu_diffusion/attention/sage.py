@@ -5,27 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernel import HALF, Abilities, AttentionCall, Kernel
+from .kernel import Abilities, Kernel
 from .packages import missing
-
-HEAD_DIMS = (64, 96, 128)
 
 
 class Sage(Kernel):
-    """SageAttention; no mask, head dims 64, 96 and 128. Zhang et al., 2024, https://arxiv.org/abs/2410.02367."""
+    """SageAttention; no mask. It subtracts the mean of the keys, which leaves nothing of a single one. Zhang et al., 2024, https://arxiv.org/abs/2410.02367."""
 
     name = "sage"
     exactness = "lossy"
-    abilities = Abilities(dtypes=HALF, max_head_dim=128, head_dim_multiple=32, grouped=False, capability=(8, 0))
+    abilities = Abilities(head_dims=(64, 96, 128), grouped=False, one_key=False, capability=(8, 0))
 
     def available(self) -> str | None:
         reason = missing("sageattention", "sageattention") or missing("triton", "triton")
         return self.abilities.capability_refusal() or reason
-
-    def refusal(self, call: AttentionCall) -> str | None:
-        if call.head_dim not in HEAD_DIMS:
-            return f"takes head dims {', '.join(map(str, HEAD_DIMS))}, not {call.head_dim}"
-        return self.abilities.refusal(call)
 
     def load(self) -> None:
         import sageattention  # noqa: F401  (fails here, by name, and not in the middle of a step)
@@ -42,8 +35,10 @@ def _attend(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, causal: bool, scale:
     from sageattention import sageattn
 
     # Version 1.0.6 subtracts the mean from K in place; the caller's K must survive.
-    q, k, v = (t.contiguous() for t in (q_BSHD, k_BTGD, v_BTGD))
-    return sageattn(q, k.clone(), v, tensor_layout="NHD", is_causal=causal, sm_scale=scale)
+    k = k_BTGD.clone(memory_format=torch.contiguous_format)
+    return sageattn(
+        q_BSHD.contiguous(), k, v_BTGD.contiguous(), tensor_layout="NHD", is_causal=causal, sm_scale=scale
+    ).contiguous()
 
 
 @_attend.register_fake

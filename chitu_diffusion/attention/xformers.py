@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .kernel import FLOATS, Abilities, Kernel
+from .kernel import FLOATS, MASKS, Abilities, Kernel
 from .packages import built_for_other_cuda, missing
+from .sdpa import additive, rows
 
 
 class Xformers(Kernel):
-    """xformers: takes additive masks of the full (B, H, S, T) shape, which are made here from any other."""
+    """xformers: takes additive masks of the full (B, H, S, T) shape, into which any other is turned here."""
 
     name = "xformers"
     abilities = Abilities(
-        dtypes=FLOATS, max_head_dim=256, head_dim_multiple=8, mask=True, causal=False, capability=(7, 0)
+        dtypes=FLOATS, max_head_dim=256, head_dim_multiple=8, masks=MASKS, causal=False, capability=(7, 0)
     )
 
     def available(self) -> str | None:
@@ -40,14 +40,10 @@ def _attend(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, mask: Tensor | None,
     T, G = k_BTGD.shape[1:3]
     if G != H:
         k_BTGD, v_BTGD = (t.repeat_interleave(H // G, 2) for t in (k_BTGD, v_BTGD))
-    bias = None
-    if mask is not None:
-        if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=q_BSHD.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-        mask = mask.to(q_BSHD.dtype)[(None,) * (4 - mask.dim())]
-        # The kernel wants rows aligned to 8 elements: pad, then show it the part that is real.
-        bias = F.pad(mask.expand(B, H, S, T), (0, -T % 8)).contiguous()[..., :T]
-    return memory_efficient_attention(q_BSHD, k_BTGD, v_BTGD, attn_bias=bias, scale=scale)
+    bias = rows(additive(mask, q_BSHD), k_BTGD.transpose(1, 2))
+    if bias is not None:
+        bias = bias.expand(B, H, S, T)
+    return memory_efficient_attention(q_BSHD, k_BTGD, v_BTGD, attn_bias=bias, scale=scale).contiguous()
 
 
 @_attend.register_fake

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .bench import register
 from .env import env
 from .group import Group
 from .run import run
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command()(run)
 app.command()(verify)
 app.command()(env)
+register(app)
 
 
 def _version(wanted: bool) -> None:

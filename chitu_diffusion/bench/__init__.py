@@ -1,0 +1,1 @@
+"""The bench: what is measured, how, and what is stored with a number."""
