@@ -66,13 +66,27 @@ def test_a_grid_becomes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         {"dtype": "bfloat16", "D": 64, "S": 256, "kernels": {"fa3": numbers(9), "sdpa_cudnn": numbers(8)}},
         {"dtype": "bfloat16", "D": 128, "S": 256, "kernels": {}},
     ]
-    bench.write_table(grid, torch.device("cuda"))
+    bench.write_table(grid, [], torch.device("cuda"))
     assert sorted(read_rows(), key=str) == sorted(
         [other, old, Row("9.0", "bfloat16", 64, 256, ("fa3", "sdpa_cudnn"))], key=str
     )
     before = path.read_text()
-    bench.write_table([], torch.device("cpu"))
+    bench.write_table([], [], torch.device("cpu"))
     assert path.read_text() == before, "a CPU has no place in the table"
+
+
+def test_a_ragged_shape_counts_in_its_bucket() -> None:
+    """cuDNN and FlashAttention-3 are even at a round length, and a fifth apart at SD3.5's 4,250 tokens."""
+    grid = [
+        {"dtype": "bfloat16", "D": 64, "S": 1024, "kernels": {"sdpa_cudnn": numbers(414), "fa3": numbers(366)}},
+        {"dtype": "bfloat16", "D": 64, "S": 4096, "kernels": {"sdpa_cudnn": numbers(465.2), "fa3": numbers(464.9)}},
+        {"dtype": "bfloat16", "D": 64, "S": 16384, "kernels": {"sdpa_cudnn": numbers(510), "fa3": numbers(487)}},
+    ]
+    ragged = {"sage": numbers(999), "sdpa_cudnn": numbers(401), "fa3": numbers(502)}
+    shapes = [{"dtype": "bfloat16", "D": 64, "S": 4250, "kernels": ragged}]
+    rows = bench.table_rows(grid, shapes, "9.0")
+    assert [row.kernels[0] for row in rows] == ["sdpa_cudnn", "fa3", "sdpa_cudnn"]
+    assert [row.kernels[0] for row in bench.table_rows(grid, [], "9.0")] == ["sdpa_cudnn"] * 3
 
 
 def test_it_measures_stores_and_draws(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ Shape legend: B batch, S tokens (as many queries as keys), H heads, D head dim. 
 from __future__ import annotations
 
 import functools
+import math
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,13 +139,38 @@ def _ranked(found: dict[str, Any]) -> str:
     return ", ".join(f"{name} {numbers['tflops']:.1f}" for name, numbers in found.items()) or "none"
 
 
-def table_rows(grid: Iterable[dict[str, Any]], capability: str) -> list[Row]:
-    """The rows of the table that a measured grid makes."""
-    return [Row(capability, row["dtype"], row["D"], row["S"], tuple(row["kernels"])) for row in grid if row["kernels"]]
+def table_rows(grid: Iterable[dict[str, Any]], shapes: Sequence[dict[str, Any]], capability: str) -> list[Row]:
+    """The rows of the table: one per measurement of the grid, ranked by all measurements that fall into its bucket.
+
+    The grid has round lengths; a named shape in the same bucket may be ragged, where kernels rank differently.
+    """
+    measured = [row for row in grid if row["kernels"]]
+    rows = []
+    for row in measured:
+        same = [r for r in measured if (r["dtype"], r["D"]) == (row["dtype"], row["D"])]
+        next_length = min((r["S"] for r in same if r["S"] > row["S"]), default=math.inf)
+        named = [
+            shape
+            for shape in shapes
+            if (shape["dtype"], shape["D"]) == (row["dtype"], row["D"]) and row["S"] <= shape["S"] < next_length
+        ]
+        rows.append(Row(capability, row["dtype"], row["D"], row["S"], ranked_kernels(row, named)))
+    return rows
 
 
-def write_table(grid: list[dict[str, Any]], device: torch.device) -> Path:
-    """Put a measured grid into the table, for this device's capability; dtypes that were not measured stay.
+def ranked_kernels(row: dict[str, Any], named: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """The kernels of a grid measurement, by the geometric mean of their speed relative to the best at each shape."""
+
+    def speed(kernel: str) -> float:
+        found = [measured["kernels"] for measured in (row, *named) if kernel in measured["kernels"]]
+        best = [max(k[name]["tflops"] for name in row["kernels"] if name in k) for k in found]
+        return math.prod(k[kernel]["tflops"] / b for k, b in zip(found, best)) ** (1 / len(found))
+
+    return tuple(sorted(row["kernels"], key=speed, reverse=True))
+
+
+def write_table(grid: list[dict[str, Any]], shapes: list[dict[str, Any]], device: torch.device) -> Path:
+    """Put what was measured into the table, for this device's capability; dtypes that were not measured stay.
 
     Returns:
         The file. Without a CUDA device it is not changed: the table speaks of CUDA devices only.
@@ -154,7 +180,7 @@ def write_table(grid: list[dict[str, Any]], device: torch.device) -> Path:
         capability = f"{major}.{minor}"
         measured = {row["dtype"] for row in grid}
         kept = [row for row in read_rows() if row.capability == capability and row.dtype not in measured]
-        write_rows(capability, [*kept, *table_rows(grid, capability)])
+        write_rows(capability, [*kept, *table_rows(grid, shapes, capability)])
     return FILE
 
 
@@ -163,7 +189,12 @@ def fill_table(
 ) -> None:
     """Measure the grid in one dtype, put it into the table, and keep a copy of the table in `output`."""
     result["grid"] += measure_grid(device, dtype, tiny=tiny, rounds=3, tell=tell)
-    path = write_table(result["grid"], device)
+    keep_table(result, device, output)
+
+
+def keep_table(result: dict[str, Any], device: torch.device, output: Path | None) -> None:
+    """Write the table from what has been measured so far, and store both in `output`."""
+    path = write_table(result["grid"], result["shapes"], device)
     if output is not None:
         store(output / "attention.json", result)
         shutil.copy(path, output / path.name)
@@ -197,6 +228,8 @@ def bench_attention(
                 fill_table(result, device, dtype, output, tiny, tell)
         if budget.allows("named shapes", 0 if tiny else 15):
             result["shapes"] = measure_shapes(device, tiny=tiny, rounds=3 if quick or tiny else 10, tell=tell)
-    if output is not None:
+    if write:
+        keep_table(result, device, output)
+    elif output is not None:
         store(output / "attention.json", result)
     return result
