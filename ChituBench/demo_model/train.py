@@ -60,11 +60,14 @@ def make_pool(painter: Painter, vae: AutoencoderKL, scenes: Scenes, batch: int) 
     return pool
 
 
-def draw_noise_levels(count: int, device: torch.device) -> torch.Tensor:
+def draw_noise_levels(count: int, device: torch.device, near_one: float) -> torch.Tensor:
     """Noise levels in 0..1: logit-normal, shifted as the scheduler shifts its steps, with some drawn evenly so that both
-    ends are seen too."""
+    ends are seen too. A share `near_one` is drawn from 0.93..1, where it is decided which object goes where."""
     levels = torch.sigmoid(torch.randn(count, device=device) + math.log(SHIFT))
-    return torch.where(torch.rand(count, device=device) < 0.15, torch.rand(count, device=device), levels)
+    levels = torch.where(torch.rand(count, device=device) < 0.15, torch.rand(count, device=device), levels)
+    return torch.where(
+        torch.rand(count, device=device) < near_one, 0.93 + 0.07 * torch.rand(count, device=device), levels
+    )
 
 
 def build_parts(options: argparse.Namespace, names: list[str], device: torch.device):
@@ -151,7 +154,7 @@ def train_transformer(
         t5_ids = F.pad(t5_ids, (0, length - TEXT_LENGTH), value=tokenizers[0].pad_token_id)
         clean = pack(pool[rows].float())
         noise = torch.randn_like(clean)
-        level = draw_noise_levels(batch, device)
+        level = draw_noise_levels(batch, device, options.near_one)
         noisy = torch.lerp(clean, noise, level[:, None, None])
         with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
             words = t5(t5_ids)[0]
@@ -212,6 +215,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--muon-rate", type=float, default=0.01)
     parser.add_argument("--adam-rate", type=float, default=1e-3)
     parser.add_argument("--role-weight", type=float, default=0.1)
+    parser.add_argument("--near-one", type=float, default=0.0, help="share of noise levels drawn from 0.93 to 1")
     parser.add_argument("--long-text", type=float, default=0.05, help="share of steps with text padded to 512 tokens")
     parser.add_argument("--cooldown", type=float, default=0.5, help="final part of the time in which rates fall to 0")
     parser.add_argument("--decay", type=float, default=0.999)
