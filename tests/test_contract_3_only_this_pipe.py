@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import gc
 import pickle
 from typing import Any
@@ -88,7 +90,8 @@ def test_a_sibling_running_inside_the_generation(name: str) -> None:
         inside.append(run(name, sibling, 2))
         return {}
 
-    with_sibling = run(name, pipe, 3, callback_on_step_end=callback)
+    # A partial is no function: whatever can be called as a callback counts as one.
+    with_sibling = run(name, pipe, 3, callback_on_step_end=functools.partial(callback))
     handle.undo()
     assert len(inside) == 3
     assert all(torch.equal(latents, stock) for latents in inside)
@@ -186,3 +189,25 @@ def test_a_pipeline_that_goes_away_without_undo() -> None:
     gc.collect()  # the classes, after the objects
     assert not processors._HOOKED
     assert not clock._HOOKED
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
+def test_wrappers_on_a_shared_component_end_in_any_order(order: tuple[int, ...]) -> None:
+    class Owner:
+        def method(self) -> list[int]:
+            return []
+
+    owner = Owner()
+
+    def wrapper(number: int) -> Any:
+        return lambda wrapped, instance, args, kwargs: [number, *wrapped(*args, **kwargs)]
+
+    stacks = [contextlib.ExitStack() for _ in order]
+    for number, stack in enumerate(stacks):
+        stack.enter_context(clock.instance_wrapper(owner, "method", wrapper(number)))
+    left = [2, 1, 0]
+    for number in order:
+        assert owner.method() == left
+        stacks[number].close()
+        left.remove(number)
+    assert not vars(owner)

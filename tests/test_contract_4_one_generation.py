@@ -193,3 +193,22 @@ def test_a_pipeline_that_copies_its_scheduler() -> None:
     assert len(copies) == 2 * STEPS
     assert [position for position, _, _ in watch.steps] == list(range(STEPS)), "steps of a copy are not ours"
     assert {number for _, _, number in watch.steps} == {STEPS}
+
+
+def test_every_feature_ends_also_where_another_one_fails_to() -> None:
+    class Ends(Feature):
+        def __init__(self, name: str, error: type[Exception] | None = None) -> None:
+            self.name, self.error, self.ended = name, error, 0
+
+        def end(self, generation: Any) -> None:
+            self.ended += 1
+            if self.error is not None:
+                raise self.error
+
+    pipe = build("flux")
+    features = [Ends("first"), Ends("failing", Stop), Ends("last")]
+    with patch(pipe, features):
+        for count in (1, 2):
+            with pytest.raises(Stop):
+                run("flux", pipe, 2)
+            assert [feature.ended for feature in features] == [count] * 3

@@ -89,7 +89,15 @@ def test_metadata(wheel: Path) -> None:
         assert name.replace("METADATA", "licenses/LICENSE") in archive.namelist()
     assert metadata["Name"] == "chitu-diffusion"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"flash", "xformers", "sage", "eval", "bench", "test"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {
+        "flash",
+        "xformers",
+        "sage",
+        "eval",
+        "bench",
+        "video",
+        "test",
+    }
     required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert [line for line in required if "==" in line] == [], "the package pins nothing"
 
