@@ -2,9 +2,9 @@
 
 ::
 
-    from chitu_diffusion import patch
+    from chitu_diffusion import Static, patch
 
-    with patch(pipe, cache="static", attention="sdpa_flash") as handle:
+    with patch(pipe, cache=Static(steps=(0, 1, 2, 4, 8, 13, 20, 27)), attention="sdpa_flash") as handle:
         image = pipe("a red apple on a blue background").images[0]
     print(handle.report())
 """

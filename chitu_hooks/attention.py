@@ -104,6 +104,9 @@ class AttentionContext:
     def site(self) -> AttentionSite | None:
         return self.frame.site if self.frame is not None else None
 
+    def _layer(self) -> str:
+        return self.site.path if self.site is not None else "an attention layer"
+
     def kind(self, query_tokens: int, key_tokens: int) -> str:
         """*self*, *joint* or *cross*, by what the processor was given, and checked against the lengths.
 
@@ -119,8 +122,8 @@ class AttentionContext:
         if query_tokens == image:
             return "cross"
         raise GenerationError(
-            f"attention of {query_tokens} queries on {key_tokens} keys, with {image} and {text.shape[1]} tokens going into "
-            "the processor, is neither self, joint nor cross attention"
+            f"{self._layer()}: attention of {query_tokens} queries on {key_tokens} keys, with {image} and {text.shape[1]} "
+            "tokens going into the processor, is neither self, joint nor cross attention"
         )
 
     def text_span(self, query_tokens: int) -> tuple[int, int]:
@@ -138,7 +141,7 @@ class AttentionContext:
         stack = frame.site.stack if frame.site is not None else None
         if stack is None or not stack.order:
             raise GenerationError(
-                "whether text or image tokens come first cannot be seen from outside: pass a hook map"
+                f"{self._layer()}: whether text or image tokens come first cannot be seen from outside; pass a hook map"
             )
         return (0, query_tokens - image) if stack.order[0] == "text" else (image, query_tokens)
 

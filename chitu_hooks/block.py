@@ -14,7 +14,7 @@ import torch
 
 from . import infer
 from .call import BlockInputs, Call, StackRun
-from .errors import GenerationError
+from .errors import GenerationError, HookMapError
 from .state import ACTIVE, Streams
 
 if TYPE_CHECKING:
@@ -181,7 +181,6 @@ class BlockSeam:
         return bool(self.trunk_out) and call.trunk_entered and stack is trunk_end(stack, call)
 
     def _leave_trunk(self, call: Call, outputs: Streams) -> Streams | None:
-        call.trunk_left = True
         changed = None
         for feature in reversed(self.trunk_out):
             replaced = feature.trunk_out(call, outputs)
@@ -223,11 +222,20 @@ def stack_is_single(block: BlockSite) -> bool:
 
 
 def unpack(result: Any, stack: StackSite) -> Streams:
-    """Role -> tensor of what a block returned."""
+    """Role -> tensor of what a block returned.
+
+    Raises:
+        HookMapError: that has another form than the map says, so that what `pack` makes could not stand for it.
+    """
     roles = stack.returns or ()
-    if isinstance(result, torch.Tensor) or len(roles) == 1:
-        return {roles[0]: result if isinstance(result, torch.Tensor) else result[0]}
-    return dict(zip(roles, result))
+    if isinstance(result, torch.Tensor) and len(roles) == 1:
+        return {roles[0]: result}
+    if isinstance(result, (tuple, list)) and len(result) == len(roles) > 1:
+        return dict(zip(roles, result))
+    form = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"one {type(result).__name__}"
+    raise HookMapError(
+        f"{stack.denoiser.name}.{stack.path}: a block returned {form}, and the hook map says returns={roles}; correct the map"
+    )
 
 
 def pack(outputs: Streams, stack: StackSite) -> Any:

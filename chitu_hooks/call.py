@@ -90,7 +90,6 @@ class Call:
         "skipping",
         "step",
         "trunk_entered",
-        "trunk_left",
     )
 
     def __init__(
@@ -111,7 +110,6 @@ class Call:
         self.replaced = False
         self.runs: dict[int, StackRun] = {}
         self.trunk_entered = False
-        self.trunk_left = False
         self.residuals: dict[int, dict[str, torch.Tensor | None]] | None = None
         self.step: Step
         self.branch: Branch

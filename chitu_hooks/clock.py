@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -71,7 +70,7 @@ def _hooked_class(cls: type) -> type:
                 return cls.__call__(self, *args, **kwargs)
             with engine.generate(self) as generation:
                 for name in CALLBACKS:
-                    if inspect.isroutine(kwargs.get(name)):
+                    if callable(kwargs.get(name)):
                         kwargs[name] = _pausing(generation, kwargs[name])
                 return cls.__call__(self, *args, **kwargs)
 
@@ -89,19 +88,27 @@ def _hooked_class(cls: type) -> type:
 
 
 def _pausing(generation: Generation, callback: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(callback)
-    def paused(*args: Any, **kwargs: Any) -> Any:
+    """`callback`, outside the generation while it runs; a proxy, since pipelines look at the class of some callbacks."""
+
+    def paused(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
         generation.paused = True
         try:
-            return callback(*args, **kwargs)
+            return wrapped(*args, **kwargs)
         finally:
             generation.paused = False
 
-    return paused
+    return wrapt.FunctionWrapper(callback, paused)
+
+
+_ABSENT = object()
+"""The instance had no attribute of that name."""
 
 
 class _Method(wrapt.FunctionWrapper):
-    """A wrapped method of the scheduler or the denoiser that a copy of its owner does not inherit."""
+    """A wrapped method of the scheduler, the denoiser or the VAE that a copy of its owner does not inherit."""
+
+    _self_before: Any
+    """What the instance's attribute was before: another wrapper, say, or `_ABSENT`."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         # The bound method, copied, is bound to the copy: `memo` knows it already.
@@ -168,16 +175,28 @@ def cache_context_watched(denoiser: Any) -> Iterator[None]:
 def instance_wrapper(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
     """Stand in front of `owner.name` on the instance only, and leave the instance's attributes as they were."""
     attributes = vars(owner)
-    absent = object()
-    before = attributes.get(name, absent)
-    ours = _Method(getattr(owner, name), wrapper)
+    alive = True
+    ours = _Method(getattr(owner, name), wrapper, enabled=lambda: alive)
+    ours._self_before = attributes.get(name, _ABSENT)
     attributes[name] = ours
     try:
         yield
     finally:
-        # Two generations that share a scheduler may end in any order: take out only what is ours and on top.
-        if attributes.get(name) is ours:
-            if before is absent:
-                del attributes[name]
-            else:
-                attributes[name] = before
+        alive = False  # a stranger may have wrapped ours and keep it: then it passes through
+        _take_out(attributes, name, ours)
+
+
+def _take_out(attributes: dict[str, Any], name: str, ours: _Method) -> None:
+    """Remove `ours` from the chain at `name`: two generations that share a module end in any order."""
+    above = attributes.get(name)
+    if above is ours:
+        if ours._self_before is _ABSENT:
+            del attributes[name]
+        else:
+            attributes[name] = ours._self_before
+        return
+    while isinstance(above, _Method):
+        if above._self_before is ours:
+            above._self_before, above.__wrapped__ = ours._self_before, ours.__wrapped__
+            return
+        above = above._self_before

@@ -109,7 +109,7 @@ class Engine:
     def _stand_before(
         self, module: nn.Module, site: Any, enter: Callable[..., Any], undo: contextlib.ExitStack
     ) -> None:
-        shim = Shim(self, module, site, enter)
+        shim = Shim(module, site, enter)
         undo.callback(self._remove_shim, shim)
         shim.install()
         self._shims.append(shim)
@@ -154,7 +154,7 @@ class Engine:
         Raises:
             GenerationError: one is running already, in this thread or another.
         """
-        generation = Generation(self, pipe)
+        generation = Generation(pipe)
         with self._lock:
             if self.generation is not None:
                 here = "this thread" if self.generation.thread == generation.thread else "another thread"
@@ -180,10 +180,11 @@ class Engine:
             self._end(generation, begun)
 
     def _end(self, generation: Generation, begun: list[Feature]) -> None:
-        generation.close_schedule()
         try:
-            for feature in reversed(begun):
-                feature.end(generation)
+            with contextlib.ExitStack() as ends:  # an `end` that raises does not keep the others from theirs
+                for feature in begun:
+                    ends.callback(feature.end, generation)
+                generation.close_schedule()
         finally:
             generation.memory = type(generation.memory)()
             generation.timesteps = generation.scheduler = generation.pipe = None
@@ -218,7 +219,7 @@ class Engine:
         for place, shim in enumerate(self._shims):
             if shim.site is denoiser:
                 shim.remove()
-                self._shims[place] = Shim(self, module, denoiser, shim.enter)
+                self._shims[place] = Shim(module, denoiser, shim.enter)
                 self._shims[place].install()
 
     # -- one denoiser call -----------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ class Feature:
         return None
 
     def block_out(self, call: Call, block: BlockSite, outputs: Streams) -> Streams | None:
-        """After a block that ran; may return other streams."""
+        """After a block that ran or was replaced by `block_in`; may return other streams."""
         return None
 
     def attention(

@@ -107,6 +107,8 @@ def resolve(block: BlockSite, run: StackRun, inputs: BlockInputs) -> bool:
         return False
     entry, given, result = run.probe
     outputs = result if isinstance(result, (tuple, list)) else (result,)
+    if outputs is result and len(outputs) == 1:
+        return False  # one role stands for a bare tensor
     returns = []
     for output in outputs:
         name = _argument_of(output, block, given, inputs)

@@ -154,7 +154,7 @@ def _check_pipe(pipe: Any) -> None:
             "load one with DiffusionPipeline.from_pretrained(...)"
         )
     live = vars(pipe).get(LIVE)
-    if live is not None:
+    if live is not None and live.pipe is pipe:  # a shallow copy carries the handle of another pipeline
         raise PatchError(
             f"this pipeline is patched already by {live!r}; undo that handle first, or patch once with everything"
         )

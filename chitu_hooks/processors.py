@@ -172,14 +172,23 @@ def _dismiss(hooked: type) -> None:
 class Holders:
     """Which handles hold a processor, and where it stands: in several layers, if they share it."""
 
-    __slots__ = ("dismiss", "handles", "original", "sites")
+    __slots__ = ("dismiss", "original", "sites", "stands")
 
     def __init__(self, original: type) -> None:
         self.original = original
+        self.stands: dict[int, tuple[AttentionSite, ...]] = {}
+        """Handle -> where its map finds the processor."""
         self.sites: tuple[AttentionSite, ...] = ()
-        self.handles: tuple[int, ...] = ()
+        """One of those for each layer, the first living handle's."""
         self.dismiss: Callable[[], Any] = lambda: None
         """Says once that the processor is not hooked any more, by `unhook_processor` or at its death."""
+
+    def settle(self) -> None:
+        """Work `sites` out anew, so that nothing of a handle that is gone is kept or asked."""
+        sites: list[AttentionSite] = []
+        for stands in self.stands.values():
+            sites += [site for site in stands if all(known.module is not site.module for known in sites)]
+        self.sites = tuple(sites)
 
     def site(self, module: Any) -> AttentionSite:
         """Where the processor is working just now, called by `module`. Traced."""
@@ -201,18 +210,16 @@ def hook_processor(processor: Any, site: AttentionSite, holder: int) -> None:
         holders.dismiss = weakref.finalize(processor, _dismiss, hooked)
         holders.dismiss.atexit = False
         vars(processor)[MARK] = holders
-    if holder not in holders.handles:
-        holders.handles = (*holders.handles, holder)
-    if all(known.module is not site.module for known in holders.sites):
-        holders.sites = (*holders.sites, site)
+    stands = holders.stands.get(holder, ())
+    if all(known.module is not site.module for known in stands):
+        holders.stands[holder] = (*stands, site)
+        holders.settle()
 
 
 def is_hooked(processor: Any, site: AttentionSite, holder: int) -> bool:
     """Whether `processor` carries the hook of this handle, and knows that it stands at `site`."""
     holders = vars(processor).get(MARK)
-    if holders is None or holder not in holders.handles:
-        return False
-    return any(known.module is site.module for known in holders.sites)
+    return holders is not None and any(known.module is site.module for known in holders.stands.get(holder, ()))
 
 
 def unhook_processor(processor: Any, holder: int) -> bool:
@@ -222,10 +229,10 @@ def unhook_processor(processor: Any, holder: int) -> bool:
         False if the class was changed by somebody else meanwhile, so that it was left as it is.
     """
     holders = vars(processor).get(MARK)
-    if holders is None or holder not in holders.handles:
+    if holders is None or holders.stands.pop(holder, None) is None:
         return True
-    holders.handles = tuple(h for h in holders.handles if h != holder)
-    if holders.handles:
+    if holders.stands:
+        holders.settle()
         return True
     del vars(processor)[MARK]
     holders.dismiss()

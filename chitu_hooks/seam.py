@@ -8,12 +8,9 @@ by torch when the module is copied or pickled. Shims of several handles on one m
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 SLOT = "_compiled_call_impl"
 ABSENT = object()
@@ -24,16 +21,14 @@ class Shim:
     """One handle's place in front of one module's call.
 
     Args:
-        engine: whose call this is; calls that belong to no generation of it pass through.
         module: the module in front of which it stands.
         site: what `enter` is told.
-        enter: ``enter(site, call, args, kwargs)`` with `call` the rest of the chain.
+        enter: ``enter(site, rest, args, kwargs)`` with `rest` the remaining chain; it passes on what is not its own.
     """
 
-    __slots__ = ("active", "buried", "engine", "enter", "inner", "module", "rest", "site")
+    __slots__ = ("active", "buried", "enter", "inner", "module", "rest", "site")
 
-    def __init__(self, engine: Engine, module: nn.Module, site: Any, enter: Callable[..., Any]) -> None:
-        self.engine = engine
+    def __init__(self, module: nn.Module, site: Any, enter: Callable[..., Any]) -> None:
         self.module = module
         self.site = site
         self.enter = enter
@@ -71,7 +66,7 @@ class Shim:
             self.install()
             return self
         self.active = False
-        fresh = Shim(self.engine, self.module, self.site, self.enter)
+        fresh = Shim(self.module, self.site, self.enter)
         fresh.buried = True
         fresh.install()
         return fresh

@@ -13,7 +13,6 @@ import torch
 
 if TYPE_CHECKING:
     from .call import Call
-    from .engine import Engine
     from .feature import Feature
     from .sites import DenoiserSite
 
@@ -121,12 +120,10 @@ class Generation:
         scheduler: the scheduler that the pipeline had when the generation began.
         order: model evaluations per step of the scheduler.
         branches: every branch seen since the schedule was set.
-        current: the call that is underway, or the last one.
         notes: things the report should say about this generation, each once.
     """
 
-    def __init__(self, engine: Engine, pipe: Any) -> None:
-        self.engine = engine
+    def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
         self.thread = threading.get_ident()
         self.paused = False
@@ -137,7 +134,6 @@ class Generation:
         self.branches: list[Branch] = []
         self.branch_keys: dict[Any, Branch] = {}
         self.steps_done = 0
-        self.schedules = 0
         self.timesteps: Any = None
         self._timestep_values: list[float] | None = None
         self._first_index: int | None = None
@@ -158,7 +154,6 @@ class Generation:
         """The scheduler's timesteps were set: a new run of steps starts, and nothing is carried into it."""
         if self.steps_done:
             self.close_schedule()
-        self.schedules += 1
         self.timesteps = timesteps
         self._timestep_values = None
         self._first_index = None

@@ -211,3 +211,15 @@ def test_wrappers_on_a_shared_component_end_in_any_order(order: tuple[int, ...])
         stacks[number].close()
         left.remove(number)
     assert not vars(owner)
+
+
+def test_a_layer_is_told_to_features_as_a_living_handle_finds_it() -> None:
+    pipe = build("flux")
+    _, first = hooked(pipe)
+    _, second = hooked(sibling_of(pipe))
+    first.undo()
+    reachable = [site for site in second.sites.attention if site.reachable]
+    assert reachable
+    for site in reachable:
+        assert vars(site.module.processor)[processors.MARK].site(site.module) is site
+    second.undo()

@@ -199,3 +199,14 @@ def test_the_same_feature_twice() -> None:
     with pytest.raises(PatchError, match="'watch' is given 2 times"):
         patch(pipe, [Watch(), Keep(), Watch()])
     assert not changes(before, snapshot(pipe))
+
+
+@pytest.mark.parametrize("returns", [("image",), ("text", "image", "joint")])
+def test_blocks_that_return_something_else_than_the_map_says(returns: tuple[str, ...]) -> None:
+    pipe = build("flux")
+    stock = run("flux", pipe, 2)
+    stack = Stack("transformer_blocks", {**STREAMS, "joint": "temb"}, returns)
+    with patch(pipe, [Keep(0)], hook_map=flux_map(stacks=(stack,))):
+        with pytest.raises(HookMapError, match=r"transformer\.transformer_blocks.* 2 values.*returns="):
+            run("flux", pipe, 2)
+    assert torch.equal(run("flux", pipe, 2), stock)

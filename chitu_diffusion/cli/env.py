@@ -40,7 +40,8 @@ print(json.dumps([[name, kernel.exactness, kernel.available()] for name, kernel 
 def env() -> None:
     """List versions, devices, and every attention kernel with why it is or is not usable.
 
-    Every package is tried in a process of its own, so that a broken one is reported here and breaks nothing.
+    torch, diffusers and the kernels are tried in processes of their own, so that a broken one is reported here and breaks
+    nothing.
     """
     from rich.console import Console
 

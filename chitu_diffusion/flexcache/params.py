@@ -67,7 +67,9 @@ def make_params(name: str, options: Mapping[str, Any] | None = None) -> Params:
         values[key] = _read(value) if isinstance(value, str) else value
     missing = [n for n, field in fields.items() if field.default is dataclasses.MISSING and n not in values]
     if missing:
-        raise PatchError(f"{name} needs {missing[0]}, for example --cache-arg {missing[0]}=0,1,2,4,8")
+        raise PatchError(
+            f"{name} needs {missing[0]}: give {cls.__name__}({missing[0]}=…) in Python, or --cache-arg {missing[0]}=…"
+        )
     return cls(**values)
 
 

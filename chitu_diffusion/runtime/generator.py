@@ -110,9 +110,9 @@ class Generator:
         metrics.seconds["load"] = self.load_seconds
         items: list[Item] = []
         reports = []
+        watch, meter = Stopwatch(synchronizer(device)), FlopMeter()  # the meter counts each shape once for all prompts
         start_peak_memory(device)
         for prompt in task.prompts:
-            watch, meter = Stopwatch(synchronizer(device)), FlopMeter()
             with self.handle.also(watch, meter, *self.watchers), quiet(self.pipe):
                 output = call(self.pipe, prompt, task.seed, plan)
             items += items_of(output, prompt, plan.fps)

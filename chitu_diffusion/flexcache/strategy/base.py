@@ -50,9 +50,13 @@ class Strategy(Feature):
         if call.can_skip:
             call.skip_trunk()
         elif call.branch.computed:
+            why = (
+                "the shapes or the presence of the denoiser's arguments changed since the last computed step"
+                if call.branch.skippable
+                else "the last computed step left no residual for some stack"
+            )
             call.generation.note(
-                f"{self.name}: {call.branch.name} computed position {call.step.position} although a skip was due: the "
-                "shapes or the presence of the denoiser's arguments changed since the last computed step"
+                f"{self.name}: {call.branch.name} computed position {call.step.position} although a skip was due: {why}"
             )
 
     def end(self, generation: Generation) -> None:
@@ -60,6 +64,13 @@ class Strategy(Feature):
         if self.ledger.wanted and not self.ledger.skipped and generation.steps_done:
             warnings.warn(
                 f"{self.name}: {self.ledger.wanted} skips were due and none happened", ChituWarning, stacklevel=2
+            )
+        elif not generation.steps_done and any(calls["computed"] > 1 for calls in generation.tally.values()):
+            warnings.warn(
+                f"{self.name}: the pipeline took no step of its scheduler, so every call counted as position 0 and was "
+                "computed",
+                ChituWarning,
+                stacklevel=2,
             )
 
     def report(self) -> dict[str, Any]:
