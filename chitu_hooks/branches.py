@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .call import Call
-from .state import ACTIVE, Branch, Generation
+from .state import ACTIVE, Branch, Generation, Memory
 
 PER_STEP = frozenset({"timestep", "timestep_r", "t", "return_dict", "sigma"})
 """Plain arguments that may differ from step to step, or mean nothing, and so tell no branches apart."""
@@ -33,9 +33,25 @@ def identify(generation: Generation, call: Call, conditioning: tuple[str, ...]) 
         branch = _same_by_value(generation, call, context, ordinal, tensors, values)
         if branch is None:
             branch = Branch(denoiser, context or f"branch {ordinal}", ordinal, values, tensors)
+            _drop_older(generation, branch)
             generation.branches.append(branch)
         generation.branch_keys[key] = branch
     return branch
+
+
+def _drop_older(generation: Generation, new: Branch) -> None:
+    """Let go of what older branches in the place of `new` hold, all but the last of them.
+
+    A prompt that is replaced once may come back; one that changes at every step would pile up a residual a step.
+    """
+    place = (new.denoiser, new.name, new.ordinal, new.values)
+    older = [b for b in generation.branches if (b.denoiser, b.name, b.ordinal, b.values) == place]
+    for branch in older[:-1]:
+        if branch.residuals or branch.memory.spaces:
+            branch.residuals, branch.memory, branch.skippable = {}, Memory(), False
+            generation.note(
+                f"{new.name}: its conditioning keeps changing, so nothing could be reused from step to step"
+            )
 
 
 def plain_arguments(call: Call) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from .call import Call, with_first
 from .errors import ChituWarning, GenerationError, RefusedError
 from .feature import Feature, needs_seam, overrides
 from .hook_map import HookMap
-from .processors import hook_processor, is_hooked, unhook_processor
+from .processors import hook_processor, is_hooked, reaches_attention, unhook_processor
 from .seam import Shim
 from .sites import AttentionSite, DenoiserSite, Sites
 from .state import ACTIVE, Generation
@@ -121,6 +121,11 @@ class Engine:
             processor = getattr(site.module, "processor", None)
             if processor is None or is_hooked(processor, site, id(self)):
                 continue
+            if site.reachable and not reaches_attention(type(processor)):
+                raise RefusedError(
+                    f"{site.path}: {type(processor).__name__} was put there after patching and calls no attention that can be "
+                    "intercepted; put another processor there, or undo the handle"
+                )
             hook_processor(processor, site, id(self))
             self._processors[id(processor)] = (processor, site)
 

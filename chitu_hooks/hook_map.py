@@ -70,7 +70,8 @@ class HookMap:
     conditioning: tuple[str, ...] = ("encoder_hidden_states",)
     """Denoiser arguments that differ between the branches of guidance and stay the same from step to step."""
     guidance: Literal["batched", "sequential", "embedded", "unknown"] = "unknown"
-    """How the pipeline runs classifier-free guidance: both branches in one batch, one after the other, or not at all."""
+    """How the pipeline runs classifier-free guidance: both branches in one batch, one after the other, or not at all. For
+    guidance parallelism, which is not there yet: nothing reads it so far."""
     source: Literal["explicit", "registry", "inferred"] = field(default="explicit", compare=False)
     """How this map came to be used; set by `find`."""
 

@@ -176,3 +176,22 @@ def test_passes_that_differ_in_a_plain_argument_only() -> None:
             pipe.transformer(*args, **kwargs)
             pipe.transformer(*args, **{**kwargs, "skip_layers": [1]})
     assert watch.branches[0] == watch.branches[2] != watch.branches[1] == watch.branches[3]
+
+
+def test_a_prompt_that_changes_at_every_step_piles_nothing_up() -> None:
+    generator = torch.Generator().manual_seed(5)
+
+    def callback(pipe: Any, step: int, timestep: Any, kwargs: Any) -> dict[str, Any]:
+        return {"prompt_embeds": TINY["flux"].embed(generator, 1, 6)["prompt_embeds"]}
+
+    over = {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
+    held = {}
+    for steps in (4, 8):
+        cache = Keep(0)
+        with patch(build("flux"), [cache]) as handle:
+            run("flux", handle.pipe, steps, guided=False, **over)
+        assert not any(cache.skips), "there is nothing to reuse"
+        report = handle.report()
+        assert any("keeps changing" in note for note in report.notes)
+        held[steps] = report.bytes_held
+    assert held[8] == held[4] > 0

@@ -14,7 +14,7 @@ from probes import Keep, Scale, SdpaCounter, Watch
 from tiny import build, run
 from variants import flux_ip_adapter
 
-from chitu_hooks import patch
+from chitu_hooks import RefusedError, patch
 
 STEPS = 3
 each_order = pytest.mark.parametrize("order", ("before patching", "after patching"))
@@ -113,6 +113,26 @@ def skip_block(pipe: Any) -> None:
 
 
 SKIPS: dict[str, Callable[[Any], None]] = {"attention scores": skip_scores, "whole block": skip_block}
+
+
+class Opaque:
+    """A processor that computes attention where no seam can see it."""
+
+    def __call__(self, attn: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden_states
+
+
+def test_a_processor_that_cannot_be_seen_is_refused_at_the_next_generation() -> None:
+    pipe, stock = build("wan"), run("wan", build("wan"), STEPS)
+    with patch(pipe, [Scale()]):
+        scaled = run("wan", pipe, STEPS)
+        block = pipe.transformer.blocks[1].attn2
+        before, block.processor = block.processor, Opaque()
+        with pytest.raises(RefusedError, match=r"blocks\.1\.attn2: Opaque was put there after patching"):
+            run("wan", pipe, STEPS)
+        block.processor = before
+        assert torch.equal(run("wan", pipe, STEPS), scaled)
+    assert torch.equal(run("wan", pipe, STEPS), stock)
 
 
 @each_order
