@@ -19,21 +19,17 @@ import torch
 import torch.nn.functional as F
 from captions import ROLES, tokenize_captions
 from data import all_singles, load_names, random_pairs
+from model import look_both_ways
 from transformers import T5EncoderModel
 
 LENGTH = 18
 """Tokens that are looked at; only a background phrase is ever cut off."""
-LOOK_AHEAD = slice(17, 32)
-LOOK_BACK = slice(1, 16)
-"""Buckets of T5's relative positions: later tokens and earlier ones (Raffel et al., 2020, §2.1)."""
 
 
 def loosen(t5: T5EncoderModel) -> None:
     """Undo the saturation of the attention, and give every head a direction to look in."""
-    bias = t5.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+    look_both_ways(t5)
     with torch.no_grad():
-        bias[LOOK_AHEAD, 0::2] -= 5.0
-        bias[LOOK_BACK, 1::2] -= 5.0
         for block in t5.encoder.block:
             block.layer[0].SelfAttention.q.weight.mul_(0.1)
 
