@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig, FluxTransformer2DModel
+from diffusers.hooks import apply_first_block_cache
 from tiny import TINY, build, run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -109,6 +110,15 @@ def test_a_cache_of_diffusers_in_its_place_is_refused() -> None:
         patch(pipe, cache=Static(steps=(0,)))
     pipe.transformer.disable_cache()
     patch(pipe, cache=Static(steps=(0,))).undo()
+
+
+def test_a_cache_of_diffusers_applied_by_function_is_refused() -> None:
+    pipe = build("flux")
+    apply_first_block_cache(pipe.transformer, FirstBlockCacheConfig(threshold=0.1))
+    with pytest.raises(
+        RefusedError, match=r"transformer_blocks\.0 carries 'fbc_leader_block_hook', a cache of diffusers"
+    ):
+        patch(pipe, cache=Static(steps=(0,)))
 
 
 @pytest.mark.parametrize(

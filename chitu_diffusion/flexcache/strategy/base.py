@@ -10,6 +10,17 @@ from chitu_hooks import Call, ChituWarning, Feature, Generation, HookMap, Order,
 from ..flops import Ledger
 from ..params import Params
 
+DIFFUSERS_CACHES = (
+    "fbc_",
+    "mag_cache",
+    "pyramid_attention",
+    "taylorseer",
+    "faster_cache",
+    "sea_cache",
+    "text_kv_cache",
+)
+"""How the names begin under which diffusers 0.42 registers the hooks of its caches, also by ``apply_…(transformer)``."""
+
 
 class Strategy(Feature):
     """Skips the trunk where `wants` says so and a residual is there.
@@ -37,6 +48,13 @@ class Strategy(Feature):
                 return Refusal(
                     f"{denoiser.name} has diffusers' own cache enabled", f"call {denoiser.name}.disable_cache() first"
                 )
+            for path, module in denoiser.inner.named_modules():
+                for name in getattr(getattr(module, "_diffusers_hook", None), "hooks", ()):
+                    if name.startswith(DIFFUSERS_CACHES):
+                        return Refusal(
+                            f"{denoiser.name}.{path} carries {name!r}, a cache of diffusers",
+                            "take it off, or load the pipeline anew",
+                        )
         return None
 
     def begin(self, generation: Generation) -> None:
