@@ -41,6 +41,7 @@ from optimizer import Average, Muon, transformer_matrices
 from schedule import Clock, set_rates
 from torch import nn
 from train_vae import train_vae
+from transformers import CLIPTextModel, T5EncoderModel
 
 
 def pack(latents: torch.Tensor) -> torch.Tensor:
@@ -82,6 +83,9 @@ def build_parts(options: argparse.Namespace, names: list[str], device: torch.dev
     words = caption_words(names)
     tokenizers = build_t5_tokenizer(words), build_clip_tokenizer(words)
     t5, clip = build_text_encoders(SIZES[options.size], *tokenizers)
+    if options.text:
+        t5 = T5EncoderModel.from_pretrained(options.text, subfolder="text_encoder_2", dtype=torch.float32)
+        clip = CLIPTextModel.from_pretrained(options.text, subfolder="text_encoder", dtype=torch.float32)
     transformer = build_transformer(SIZES[options.size])
     return tokenizers, [part.to(device).train() for part in (t5, clip, transformer)]
 
@@ -93,6 +97,22 @@ def make_scene_list(objects: int, options: argparse.Namespace) -> tuple[int, Sce
     if options.smoke:
         singles = singles[:: 9 * len(COLORS)]
     return len(singles), Scenes.join([singles, pairs])
+
+
+class OrderProbe:
+    """Whether pure noise already turns into the objects at the places that the caption names: of a batch of two-object
+    scenes, the share whose first prediction is nearer to the scene than to the same scene with its objects exchanged."""
+
+    def __init__(self, painter: Painter, vae: AutoencoderKL, scenes: Scenes, first: int, count: int, batch: int):
+        self.rows = torch.arange(first, first + count, device=painter.device)
+        shown = scenes[slice(first, first + count)]
+        exchanged = Scenes(shown.layout, shown.second, shown.first, shown.color, shown.corners)
+        self.right, self.exchanged = (pack(make_pool(painter, vae, part, batch).float()) for part in (shown, exchanged))
+
+    def share(self, predicted: torch.Tensor) -> float:
+        """Args: predicted: latents (count, 256, 64) predicted from noise."""
+        near, far = ((predicted - other).pow(2).mean((1, 2)) for other in (self.right, self.exchanged))
+        return float((near < far).float().mean())
 
 
 def train_transformer(
@@ -115,6 +135,7 @@ def train_transformer(
     pool = make_pool(painter, vae, scenes, options.encode_batch)
     captions = [column.to(device) for column in captions.result()]
     empty = len(captions[0]) - 1
+    probe = OrderProbe(painter, vae, scenes, singles, options.batch, options.encode_batch)
     mean, spread = float(pool.float().mean()), float(pool.float().std())
     print(f"[pool] {len(pool)} scenes in {time.monotonic() - started:.0f}s; {mean=:.3f} {spread=:.3f}", flush=True)
     if not options.smoke and not (abs(mean) < 0.2 and 0.8 < spread < 1.25):
@@ -125,14 +146,38 @@ def train_transformer(
     role_head = nn.Linear(t5.config.d_model, len(ROLES)).to(device)
     matrices = transformer_matrices(transformer)
     inside = {id(param) for param in matrices}
-    others = [param for part in parts for param in part.parameters() if id(param) not in inside]
-    others += list(role_head.parameters())
+    texts = [param for part in (t5, clip) for param in part.parameters()]
+    others = [param for param in transformer.parameters() if id(param) not in inside] + list(role_head.parameters())
     muon = Muon(matrices, lr=options.muon_rate)
-    adam = torch.optim.AdamW(others, lr=options.adam_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=cuda)
+    text_rate = options.adam_rate * options.text_rate
+    adam = torch.optim.AdamW(
+        [{"params": others}, {"params": texts, "lr": text_rate}],
+        lr=options.adam_rate,
+        betas=(0.9, 0.99),
+        weight_decay=0.0,
+        fused=cuda,
+    )
+    others += texts
     average = Average(parts, options.decay)
     if cuda:
         transformer.compile_repeated_blocks(dynamic=False)
     position = FluxPipeline._prepare_latent_image_ids(1, 16, 16, device, torch.float32)
+
+    def predict(noisy, level, t5_ids, clip_ids):
+        """Velocity and text features, in one type and shape of call, so that nothing is compiled twice."""
+        with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
+            words = t5(t5_ids)[0]
+            velocity = transformer(
+                hidden_states=noisy,
+                timestep=level,
+                encoder_hidden_states=words,
+                pooled_projections=clip(clip_ids).pooler_output,
+                txt_ids=torch.zeros(t5_ids.shape[1], 3, device=device),
+                img_ids=position,
+                return_dict=False,
+            )[0]
+        return velocity.float(), words
+
     torch.manual_seed(options.seed + 2)
     batch, lone = options.batch, round(options.batch * options.single_share)
     clock = Clock("flow", options.flow_seconds, options.log_every)
@@ -155,21 +200,10 @@ def train_transformer(
         clean = pack(pool[rows].float())
         noise = torch.randn_like(clean)
         level = draw_noise_levels(batch, device, options.near_one)
-        noisy = torch.lerp(clean, noise, level[:, None, None])
-        with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
-            words = t5(t5_ids)[0]
-            velocity = transformer(
-                hidden_states=noisy,
-                timestep=level,
-                encoder_hidden_states=words,
-                pooled_projections=clip(clip_ids).pooler_output,
-                txt_ids=torch.zeros(length, 3, device=device),
-                img_ids=position,
-                return_dict=False,
-            )[0]
-            guesses = role_head(words[:, :TEXT_LENGTH])
-        flow = F.mse_loss(velocity.float(), noise - clean)
-        role = F.cross_entropy(guesses.float().flatten(0, 1), roles.flatten())
+        velocity, words = predict(torch.lerp(clean, noise, level[:, None, None]), level, t5_ids, clip_ids)
+        guesses = role_head(words[:, :TEXT_LENGTH].float())
+        flow = F.mse_loss(velocity, noise - clean)
+        role = F.cross_entropy(guesses.flatten(0, 1), roles.flatten())
         loss = flow + options.role_weight * role
         muon.zero_grad()
         adam.zero_grad()
@@ -179,6 +213,10 @@ def train_transformer(
         adam.step()
         average.update()
         means = clock.tick(loss=flow, role=role)
+        if means:
+            texts = probe.rows * options.variants
+            velocity, _ = predict(noise, torch.ones_like(level), *(column[texts].long() for column in captions[:2]))
+            print(f"[flow] order right at pure noise: {probe.share((noise - velocity).detach()):.3f}", flush=True)
         if means and clock.fraction > 0.2 and not options.smoke and means["loss"] > 1.0:
             raise RuntimeError("the transformer does not learn")
         if means and clock.fraction - saved > 0.2:
@@ -199,6 +237,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--stages", choices=["all", "vae", "flow"], default="all")
     parser.add_argument("--vae", help="folder of a trained VAE (needed for --stages flow)")
     parser.add_argument("--resume", help="model folder whose transformer and text encoders to go on from")
+    parser.add_argument("--text", help="model folder whose text encoders to start from, under a new transformer")
     parser.add_argument("--sprites", help="npz with `names` and `sprites`, for a machine without the font")
     parser.add_argument("--smoke", action="store_true", help="dry run with tiny sizes")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -214,6 +253,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--kl", type=float, default=1e-4)
     parser.add_argument("--muon-rate", type=float, default=0.01)
     parser.add_argument("--adam-rate", type=float, default=1e-3)
+    parser.add_argument("--text-rate", type=float, default=1.0, help="the text encoders' share of --adam-rate")
     parser.add_argument("--role-weight", type=float, default=0.1)
     parser.add_argument("--near-one", type=float, default=0.0, help="share of noise levels drawn from 0.93 to 1")
     parser.add_argument("--long-text", type=float, default=0.05, help="share of steps with text padded to 512 tokens")
