@@ -170,6 +170,7 @@ def test_what_the_weights_tell_is_refused_when_patching(abilities: dict[str, Any
         ({"grouped": False}, {"key_heads": 2}, "needs as many key heads as heads, and this layer has 2 and 4"),
         ({}, {"key_heads": 3}, "needs heads in whole groups, and this layer has 4 on 3 key heads"),
         ({}, {"value_dim": 32}, "needs one head dim, and this layer has 16 for keys and 32 for values"),
+        ({"key_block": 64}, {"key_tokens": 4250}, "needs key tokens in multiples of 64, and this layer has 4250"),
         ({"one_key": False}, {"one_key": True}, "needs at least 2 key tokens, and this layer has 1"),
         ({"causal": False}, {"causal": True}, "has no causal form, and this layer is causal"),
         ({}, {"causal": True, "same_length": False}, "has no causal form for unequal numbers of queries and keys"),
@@ -286,6 +287,10 @@ def test_the_feature_says_what_runs() -> None:
     with patch(pipe, attention="sdpa_math") as handle:
         (feature,) = handle.report().features
         assert feature["kernel"] == "sdpa_math" and feature["layers"] == 5 and feature["exactness"] == "close"
+        assert "layers that ran on it" not in feature
+        run("flux", pipe, STEPS)
+        (feature,) = handle.report().features
+        assert feature["layers that ran on it"] == 5
     assert issubclass(type(handle.features[0]), AttentionFeature)
 
 

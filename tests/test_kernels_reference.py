@@ -144,6 +144,7 @@ def call_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) 
         causal,
         same_length=q.shape[1] == k.shape[1],
         one_key=k.shape[1] == 1,
+        key_tokens=k.shape[1],
     )
 
 

@@ -17,7 +17,9 @@ from .kernel import ADDITIVE, BOOLEAN, KEY, AttentionCall
 AMBIGUOUS = "two dimensions that fit both (batch, keys) and (queries, keys)"
 
 
-def real_call(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, mask: Any, ctx: AttentionContext) -> AttentionCall:
+def real_call(
+    q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, mask: Any, ctx: AttentionContext, key_block: int = 1
+) -> AttentionCall:
     """The call as it is made; `mask` is what `broadcast_mask` made of its mask. Traced by torch.compile."""
     _, S, H, D = q_BSHD.shape
     _, T, G, _ = k_BTGD.shape
@@ -40,6 +42,7 @@ def real_call(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, mask: Any, ctx: At
         _true(T == 1),
         gradient,
         foreign,
+        T if key_block > 1 else 0,
     )
 
 

@@ -73,6 +73,11 @@ class AttentionFeature(Feature):
     def decide_anew(self, call: AttentionCall, tokens: int) -> Decision:
         raise NotImplementedError
 
+    def saw(self, call: AttentionCall, ctx: AttentionContext) -> None:
+        """Keep which layer made the call, for the report; not while tracing."""
+        if ctx.site is not None:
+            self.seen.setdefault(call, set()).add(ctx.site.path)
+
     def set_in_diffusers(self) -> dict[str, int]:
         """Backend that the user set in diffusers -> number of layers."""
         backends = (getattr(site.module.processor, "_attention_backend", None) for site in self.layers)
@@ -115,18 +120,22 @@ class NamedAttention(AttentionFeature):
     def attention(self, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, ctx: AttentionContext) -> Tensor:
         """Second gate and run: what the real call turns out to be."""
         mask = broadcast_mask(q_BSHD, k_BTHD, ctx.mask)
-        call = real_call(q_BSHD, k_BTHD, v_BTHD, mask, ctx)
+        call = real_call(q_BSHD, k_BTHD, v_BTHD, mask, ctx, self.kernel.abilities.key_block)
         if torch.compiler.is_compiling():
             refusal = refusal_while_tracing(self.name, *call, 0)
         else:
             refusal = self.decide(call)[1]
+            self.saw(call, ctx)
         if refusal is not None:
             layer = ctx.site.path if ctx.site is not None else "an attention layer"
             refuse(layer, refusal, torch.compiler.is_compiling())
         return self.kernel.run(q_BSHD, k_BTHD, v_BTHD, mask, ctx.causal, ctx.scale)
 
     def report(self) -> dict[str, Any]:
-        told = {"kernel": self.kernel.name, "layers": len(self.layers)}
+        told: dict[str, Any] = {"kernel": self.kernel.name, "layers": len(self.layers)}
+        ran = {path for paths in self.seen.values() for path in paths}
+        if ran:  # compiled layers tell nothing when they run
+            told["layers that ran on it"] = len(ran)
         overridden = self.set_in_diffusers()
         return {**told, "in place of the backend set in diffusers": overridden} if overridden else told
 
@@ -200,8 +209,7 @@ class AutoAttention(AttentionFeature):
             name = kernel_while_tracing(self.name, *call, tokens)
         else:
             name = self.decide(call, tokens)[0]
-            if ctx.site is not None:
-                self.seen.setdefault(call, set()).add(ctx.site.path)
+            self.saw(call, ctx)
         if name is None:
             return None
         return self.loaded[name].run(q_BSHD, k_BTHD, v_BTHD, mask, ctx.causal, ctx.scale)

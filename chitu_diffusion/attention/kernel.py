@@ -35,6 +35,7 @@ class AttentionCall(NamedTuple):
         same_length: as many query tokens as key tokens; may be True where `causal` is not set.
         one_key: a single key token.
         gradient: the result will be differentiated.
+        key_tokens: how many, where the kernel asked has a `key_block`; else 0, since a length is a guard in a graph.
         foreign: an argument of diffusers' dispatcher that only one of its own backends knows, or "".
     """
 
@@ -51,6 +52,7 @@ class AttentionCall(NamedTuple):
     one_key: bool = False
     gradient: bool = False
     foreign: str = ""
+    key_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Abilities:
         grouped: fewer key heads than query heads.
         mixed_dims: values whose head dim is not that of the keys.
         one_key: a single key token.
+        key_block: key tokens come in multiples of this, unless the call is causal.
         gradient: a result that can be differentiated.
         capability, capability_below: lowest CUDA compute capability, and the first that it does not run on.
     """
@@ -81,6 +84,7 @@ class Abilities:
     grouped: bool = True
     mixed_dims: bool = False
     one_key: bool = True
+    key_block: int = 1
     gradient: bool = False
     capability: tuple[int, int] = (0, 0)
     capability_below: tuple[int, int] = (99, 0)
@@ -119,6 +123,8 @@ class Abilities:
             return f"needs as many key heads as heads, and this layer has {call.key_heads} and {call.heads}"
         if call.one_key and not self.one_key:
             return "needs at least 2 key tokens, and this layer has 1"
+        if call.key_tokens % self.key_block and not call.causal:
+            return f"needs key tokens in multiples of {self.key_block}, and this layer has {call.key_tokens}"
         return self._mask_refusal(call) or self._mode_refusal(call)
 
     def _mask_refusal(self, call: AttentionCall) -> str | None:

@@ -14,7 +14,8 @@ class Sage(Kernel):
 
     name = "sage"
     exactness = "lossy"
-    abilities = Abilities(head_dims=(64, 96, 128), grouped=False, one_key=False, capability=(8, 0))
+    # Version 1.0.6 masks no scores behind the last key: unless the last block of 64 keys is full, they count as zeros.
+    abilities = Abilities(head_dims=(64, 96, 128), grouped=False, one_key=False, key_block=64, capability=(8, 0))
 
     def available(self) -> str | None:
         reason = missing("sageattention", "sageattention") or missing("triton", "triton")

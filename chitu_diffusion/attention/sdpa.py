@@ -219,7 +219,9 @@ def pad_last(tensor: Tensor, multiple: int) -> Tensor:
 def aligned(tensor: Tensor) -> Tensor:
     """`tensor`, or a contiguous copy where its rows do not start at `ALIGNMENT` bytes, or are not contiguous."""
     elements = ALIGNMENT // tensor.element_size()
-    off = tensor.storage_offset() % elements or any(stride % elements for stride in tensor.stride()[:-1])
+    # Traced code cannot read the offset (torch 2.11); a compiled graph realigns its inputs itself.
+    off = 0 if torch.compiler.is_compiling() else tensor.storage_offset() % elements
+    off = off or any(stride % elements for stride in tensor.stride()[:-1])
     return tensor.clone(memory_format=torch.contiguous_format) if off or tensor.stride(-1) != 1 else tensor
 
 
