@@ -192,7 +192,7 @@ def test_matches_the_reference_or_refuses(name: str, dtype: torch.dtype, dim: in
             wrong[f"{title}: inputs"] = "changed"
     assert wrong == {}
     takes = kernel.refusal(AttentionCall(dtype, DEVICE, dim, 4, 4, dim)) is None
-    assert ("plain" in ran) == takes == bool(ran)
+    assert ("aligned" in ran) == takes == bool(ran)
 
 
 def test_every_case_tells_right_from_wrong() -> None:

@@ -43,11 +43,13 @@ ABILITIES: dict[str, Abilities] = {
     ),
     "sage_varlen": dataclasses.replace(SAGE, masks=(KEY,)),
 }
-MADE_ADDITIVE = ("_native_cudnn", "flex")
-"""Backends that get a boolean mask as an additive one: torch makes it wrong for cuDNN, see `SdpaCudnn`, and diffusers
-takes the first head's for flex."""
-AS_IT_IS = ("native", "_native_math")
-"""Backends that get the call just as the layer made it; the others need aligned rows, and masks of four dimensions."""
+MADE_ADDITIVE = ("native", "_native_cudnn", "_native_efficient", "flex")
+"""Backends that get every mask as an additive one in the dtype of the queries: torch makes a boolean one wrong for cuDNN,
+see `SdpaCudnn`, and takes a float32 one beside half precision for it and computes nonsense; diffusers takes the first
+head's for flex."""
+AS_IT_IS = ("_native_math",)
+"""Backends that get the call just as the layer made it; the others need aligned rows, and masks of four dimensions: where
+rows are not aligned, torch 2.11 hands them to cuDNN all the same, and the result is wrong."""
 
 
 class DiffusersBackend(Kernel):

@@ -78,7 +78,7 @@ def measure(
     q, k, v = (
         torch.randn(shape.B, shape.S, shape.H, shape.D, generator=g, device=device, dtype=dtype) for _ in range(3)
     )
-    call = AttentionCall(dtype, device.type, shape.D, shape.H, shape.H, shape.D)
+    call = AttentionCall(dtype, device.type, shape.D, shape.H, shape.H, shape.D, key_tokens=shape.S)
     work: dict[str, Callable[[], Any]] = {}
     reasons: dict[str, str] = {}
     for name, kernel in candidates.items():
