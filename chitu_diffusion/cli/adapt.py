@@ -61,9 +61,10 @@ def adapt(
 ) -> None:
     """Write adapters/NAME.py, refs/NAME/ and a test for a pipeline that has no hook map.
 
-    A folder and an id are loaded and called three times with two steps; a Python file is called by its own `call(pipe)`.
-    What is written has passed: hooked equals unhooked at every site, and a skipped trunk is really skipped. A pipeline class
-    has no weights to call; then what is open stands in the map as comments. The exit code is 1 where a check failed.
+    A folder and an id are loaded, and called with --prompt and two steps; a Python file is called by its own `call(pipe)`.
+    What is written has passed: hooked equals unhooked at every site, and a trunk that should be skipped is skipped. A
+    pipeline class has no weights to call it with; what is open then stands in the map, as comments. The exit code is 1
+    where a check failed; nothing is written then.
     """  # fmt: skip
     if finish:
         if model is not None or name is not None:

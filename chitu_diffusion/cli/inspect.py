@@ -71,9 +71,13 @@ def show(console: Console, found: Inspection) -> None:
     """The tables of `found`, and the draft of a map where there is none."""
     from .show import table
 
-    sites = table("site", "kind", "count", "class", "", numbers=("count",))
+    sites = table("site", "kind", "count", "class", numbers=("count",))
     for row in found.rows():
-        sites.add_row(row["site"], row["kind"], str(row["count"]), row["what"], row["note"])
+        path = row["site"].partition(".")[2]
+        sites.add_row(f"  {path}" if path else row["site"], row["kind"], str(row["count"]), row["what"])
+        if row["note"]:
+            sites.add_row("", "", "", row["note"])
+    sites.columns[-1].overflow = "fold"
     name = type(found.target.pipe).__name__
     how = "" if found.draft is None else ", seen in a call" if found.seen else ", read from the source"
     _say(console, f"{name}: hook map {found.hook_map.name!r} ({found.hook_map.source}{how})")

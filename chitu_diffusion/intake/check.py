@@ -35,8 +35,8 @@ def check_map(pipe: Any, hook_map: HookMap, run: Callable[[], Any] | None) -> li
     """
     found = find_hook_map(pipe, hook_map, ())
     sites = find_sites(pipe, found)
-    what = f"{len(sites.denoisers)} denoisers, {len(sites.stacks)} stacks, {len(sites.blocks)} blocks, {len(sites.attention)} "
-    checks = [Check("fits", True, what + "attention layers found")]
+    counts = (len(sites.denoisers), len(sites.stacks), len(sites.blocks), len(sites.attention))
+    checks = [Check("fits", True, "denoisers {}, stacks {}, blocks {}, attention layers {}".format(*counts))]
     if run is not None:
         checks += _exact(pipe, found, run)
         if sites.blocks:

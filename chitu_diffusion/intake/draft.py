@@ -47,6 +47,16 @@ def read_draft(pipe: Any, found: HookMap, name: str) -> Draft:
         read = _read_stack(first, stack, bool(stacks), questions, evidence)
         if read is not None:
             stacks.append(read)
+    order = read_order(first)
+    if any(len(stack.streams) > 1 or "joint" in stack.streams for stack in stacks):
+        if order:
+            stacks = [dataclasses.replace(s, order=order) if not s.refiner else s for s in stacks]
+            evidence.append(f"token order {', '.join(order)}: read from where image and text are concatenated")
+        else:
+            questions.append(
+                "token order: whether text or image tokens come first in joint attention cannot be read from the source; "
+                "order=('text', 'image') is taken for it"
+            )
     guidance = read_guidance(PipelineSource(type(pipe), found.denoisers))
     evidence.append(f"guidance {guidance}: from the loop of {type(pipe).__name__}.__call__")
     hook_map = dataclasses.replace(found, name=name, stacks=tuple(stacks), guidance=guidance)
@@ -111,6 +121,21 @@ def _role(argument: str, cls: type, returned: Sequence[str], later: bool, path: 
         "'text' if only text is, and refiner=True if the blocks run before the trunk on part of the tokens"
     )
     return role
+
+
+def read_order(denoiser: nn.Module) -> tuple[str, ...]:
+    """Token order in joint attention, from the concatenations of an ``encoder_…`` tensor and another; empty if unclear."""
+    processors = {type(m.processor) for m in denoiser.modules() if callable(getattr(m, "processor", None))}
+    found = set()
+    for thing in (*sorted(processors, key=lambda cls: cls.__name__), inspect.unwrap(type(denoiser).forward)):
+        for name, node in calls(tree_of(thing)):
+            items = node.args[0].elts if node.args and isinstance(node.args[0], ast.List | ast.Tuple) else []
+            names = [item.id if isinstance(item, ast.Name) else "" for item in items]
+            if name.endswith(("torch.cat", "torch.concat")) and len(names) == 2 and all(names):
+                text = [word.startswith("encoder") for word in names]
+                if sum(text) == 1:
+                    found.add(("text", "image") if text[0] else ("image", "text"))
+    return found.pop() if len(found) == 1 else ()
 
 
 def read_guidance(source: PipelineSource) -> Any:

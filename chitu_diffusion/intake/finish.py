@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import subprocess
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,17 +128,19 @@ def _stale_plots(root: Path, tracked: list[str], untracked: list[str], changed: 
             continue
         stem = Path(name).stem
         source = next((results[key] for key in sorted(results, key=len, reverse=True) if stem.startswith(key)), None)
-        if source is not None and _age(root, name, changed) < _age(root, source, changed):
+        if source is not None and _older(root, name, source, changed):
             wrong.append(f"{name} is older than {source}; draw it again")
     return wrong
 
 
-def _age(root: Path, name: str, changed: list[str]) -> float:
-    """When a file was last committed, seconds; now for one that has changed since."""
-    if name in changed:
-        return time.time()
-    text = _git(root, "log", "-1", "--format=%ct", "--", name).strip()
-    return float(text) if text else 0.0
+def _older(root: Path, name: str, other: str, changed: list[str]) -> bool:
+    """Whether `name` was written before `other`: by commits, or on disk if both have changed since."""
+    if name in changed and other in changed:
+        return (root / name).is_file() and (root / name).stat().st_mtime < (root / other).stat().st_mtime
+    if name in changed or other in changed:
+        return other in changed
+    times = [_git(root, "log", "-1", "--format=%ct", "--", path).strip() or "0" for path in (name, other)]
+    return int(times[0]) < int(times[1])
 
 
 # -- commits and commands ----------------------------------------------------------------------------------------------

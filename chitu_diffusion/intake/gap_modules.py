@@ -148,12 +148,15 @@ def side_pieces(pipe: Any, source: PipelineSource, classes: dict[str, type], mod
     denoisers = {name.removeprefix("self.") for name in source.denoisers}
     for name in sorted(modules - denoisers):
         cls = classes.get(name) or type(getattr(pipe, name, None))
-        if name not in places or cls is type(None):
+        if cls is type(None) or (name not in places and not name.startswith(ENCODERS)):
             continue
         if name == "vae":
             yield from _vae(getattr(pipe, name, None), cls)
         elif name.startswith(ENCODERS):
-            yield _class_piece("prompt encoding", cls, COVERED, f"{name} runs in the prepare stage")
+            how = (
+                "runs in the prepare stage" if name in places else "is called under another name, in the prepare stage"
+            )
+            yield _class_piece("prompt encoding", cls, COVERED, f"{name} {how}")
         elif places[name] <= {"before"}:
             yield _class_piece("other modules", cls, COVERED, f"{name} runs in the prepare stage")
         else:

@@ -119,7 +119,8 @@ def _unseen_run(source: PipelineSource, place: str, component: str, statement: S
 
 def _in_loop(statement: Statement) -> bool:
     line = statement.node.lineno
-    loops = [n for n in ast.walk(tree_of(statement.owner)) if isinstance(n, ast.For | ast.While)]
+    kinds = ast.For | ast.While | ast.ListComp | ast.GeneratorExp
+    loops = [node for node in ast.walk(tree_of(statement.owner)) if isinstance(node, kinds)]
     return any(loop.lineno <= line <= (loop.end_lineno or line) for loop in loops)
 
 

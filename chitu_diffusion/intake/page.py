@@ -6,9 +6,10 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .check import Check
 from .inspection import Inspection
@@ -21,7 +22,7 @@ DEFAULTS = (
 )  # fmt: skip
 """Arguments of a pipeline's call whose defaults stand on the page."""
 SHAPE = re.compile(
-    r"^(num_(?!train)\w*(layers|blocks|heads)|n_(layers|heads|kv_heads|refiner_layers)|attention_head_dim|hidden_size|dim|"
+    r"^(num_(?!train)\w*(layers|blocks|heads)|n_(layers|heads|kv_heads|refiner_layers)|depth|attention_head_dim|hidden_size|dim|"
     r"inner_dim|(in|out)_channels|patch_size\w*|\w*(cross_attention|joint_attention|caption|text|pooled)\w*_(dim|channels)|"
     r"caption_channels|axes_dim\w*|guidance_embeds)$"
 )
@@ -85,7 +86,11 @@ def _checkpoints(found: Inspection) -> Iterator[Fact]:
     example = str(getattr(module, "EXAMPLE_DOC_STRING", ""))
     for repository in dict.fromkeys(re.findall(r"""from_pretrained\(\s*["']([\w.-]+/[\w.-]+)["']""", example)):
         link = f"[{repository}](https://huggingface.co/{repository})"
-        yield Fact("example of diffusers loads", link, f"`EXAMPLE_DOC_STRING` of `{place_in_file(type(target.pipe))}`")
+        yield Fact(
+            "example of diffusers loads",
+            link,
+            f"`EXAMPLE_DOC_STRING` in `{place_in_file(type(target.pipe)).partition(':')[0]}`",
+        )
     siblings = _siblings(found)
     if siblings:
         names = ", ".join(f"`{name}`" for name in siblings)
@@ -142,42 +147,50 @@ def _defaults(found: Inspection) -> Iterator[Fact]:
 
 
 def _shape(found: Inspection) -> Iterator[Fact]:
+    """Stacks and configuration of each denoiser; of a Python file the class's defaults, since what it builds is small."""
     target = found.target
-    where = {"class": "defaults of the class", "file": f"the pipeline of `{Path(target.word).name}`"}
+    defaults = target.kind in ("class", "file")
     for denoiser in found.sites.denoisers:
-        source = where.get(target.kind, f"`{denoiser.name}/config.json`")
+        cls = type(denoiser.inner)
+        source = f"defaults of `{cls.__name__}`" if defaults else f"`{denoiser.name}/config.json`"
         for stack in denoiser.stacks:
-            kind = type(stack.blocks[0].module).__name__
-            yield Fact(f"`{denoiser.name}.{stack.path}`", f"{len(stack.blocks)} × `{kind}`", source)
-        config = dict(getattr(denoiser.inner, "config", {}))
+            number = f"{len(stack.blocks)} × " if target.kind != "file" else ""
+            yield Fact(f"`{denoiser.name}.{stack.path}`", f"{number}`{type(stack.blocks[0].module).__name__}`", source)
+        config = _class_defaults(cls) if defaults else dict(getattr(denoiser.inner, "config", {}))
         for key, value in config.items():
             if SHAPE.match(key) and value is not None:
                 yield Fact(f"`{denoiser.name}.config.{key}`", str(value), source)
-        heads = config.get("num_attention_heads", config.get("n_heads"))
+        heads = next((config[key] for key in ("num_attention_heads", "num_heads", "n_heads") if key in config), None)
         if isinstance(heads, int) and heads > 0:
             fits = ", ".join(str(n) for n in range(2, heads + 1) if heads % n == 0)
             yield Fact("ranks that divide the heads", fits, f"{heads} heads")
     scheduler = getattr(target.pipe, "scheduler", None)
     if scheduler is not None:
-        yield Fact(
-            "scheduler", f"`{type(scheduler).__name__}`", where.get(target.kind, "`scheduler/scheduler_config.json`")
-        )
+        where = "annotation of the pipeline" if defaults else "`scheduler/scheduler_config.json`"
+        yield Fact("scheduler", f"`{type(scheduler).__name__}`", where)
+
+
+def _class_defaults(cls: type) -> dict[str, Any]:
+    parameters = inspect.signature(inspect.getattr_static(cls, "__init__")).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 def _gap(found: Inspection, checks: list[Check] | None) -> str:
-    lines = [f"{found.gap.not_covered} lines of code are not covered: [gap.md](gap.md)."]
+    parts = [f"{found.gap.not_covered} lines of code are not covered: [gap.md](gap.md)."]
     if checks is None:
-        lines.append("The map was read from source and configuration; no call was made with it.")
+        parts.append("The map was read from source and configuration; no call was made with it.")
     else:
-        lines += ["Checked by a small call:\n", *(f"- {check}" for check in checks)]
+        parts.append(_list("Checked by a small call:", [str(check) for check in checks]))
     if found.draft is not None:
-        lines += ["", "How the map is known:\n", *(f"- {line}" for line in found.draft.evidence)]
-        lines += (
-            ["", "Open:\n", *(f"- {question}" for question in found.draft.questions)] if found.draft.questions else []
-        )
-    return "\n".join(
-        [*lines, "- Not checked: whether upstream and diffusers agree numerically on one seed and one schedule."]
-    )
+        parts.append(_list("How the map is known:", found.draft.evidence))
+        questions = found.draft.questions
+        unchecked = "not checked: whether upstream and diffusers agree numerically on one seed and one schedule"
+        parts.append(_list("Open:", [*questions, unchecked]))
+    return "\n\n".join(parts)
+
+
+def _list(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([title, "", *(f"- {line}" for line in lines)])
 
 
 def _table(facts: Iterator[Fact], otherwise: str) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 
 from chitu_diffusion.runtime import DiffusionTask
 
-from .errors import IntakeError, last_line
+from .errors import IntakeError, told
+from .skeleton import hushed
 from .target import Target
 
 Run = Callable[[], Any]
@@ -24,8 +25,9 @@ def runner(target: Target, task: DiffusionTask) -> Run | None:
         return lambda: _named(target, lambda: call(pipe))
     if not target.has_weights:
         return None
-    if any(name.startswith("text_encoder") and part is None for name, part in target.pipe.components.items()):
-        return None  # it takes embeddings, and only its maker knows which
+    encoders = [part for name, part in target.pipe.components.items() if name.startswith("text_encoder")]
+    if not encoders or any(part is None for part in encoders):
+        return None  # it takes something else than a prompt, and only its maker knows what
     return by_prompt(target, task)
 
 
@@ -59,12 +61,14 @@ def load_weights(target: Target, task: DiffusionTask) -> Target:
 
 def _named(target: Target, run: Run) -> Any:
     """`run`, with what a call of the user's raises told in one sentence."""
+    from chitu_diffusion.runtime.generator import quiet
     from chitu_hooks import ChituError
 
     try:
-        return run()
+        with quiet(target.pipe), hushed():
+            return run()
     except ChituError:
         raise
     except Exception as error:
         what = f"call(pipe) of {target.word!r}" if target.call is not None else f"a small call of {target.word!r}"
-        raise IntakeError(f"{what} raises {last_line(error)}") from error
+        raise IntakeError(f"{what} raises {told(error)}") from error

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .errors import IntakeError, last_line
+from .errors import IntakeError, told
 
 Classes = dict[str, type]
 """Component -> its class; components whose class cannot be known are left out."""
@@ -39,7 +39,7 @@ def from_class(cls: type) -> tuple[Any, Classes]:
         try:
             parts[name] = _on_meta(component, {})
         except Exception as error:  # many configurations have no defaults that fit together
-            failures.append(f"{name} ({component.__name__}): {last_line(error)}")
+            failures.append(f"{name} ({component.__name__}): {told(error)}")
             if issubclass(component, torch.nn.Module) and not name.startswith(AROUND):
                 raise IntakeError(
                     f"{cls.__name__} cannot be built from defaults, {failures[-1]}; give a folder with its configurations, "
@@ -82,7 +82,7 @@ def from_folder(folder: Path, cls: type) -> tuple[Any, Classes]:
                 raise
             except Exception as error:
                 raise IntakeError(
-                    f"{str(folder)!r}: {component.__name__} cannot be built from {name}/{file}: {last_line(error)}"
+                    f"{str(folder)!r}: {component.__name__} cannot be built from {name}/{file}: {told(error)}"
                 ) from error
     return _assemble(cls, parts | plain, []), {**annotated_classes(cls), **classes}
 
@@ -112,7 +112,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise IntakeError(f"{str(path)!r} cannot be read: {last_line(error)}") from None
+        raise IntakeError(f"{str(path)!r} cannot be read: {told(error)}") from None
     if not isinstance(data, dict):
         raise IntakeError(f"{str(path)!r} is no JSON object")
     return data
@@ -120,7 +120,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def hushed() -> Iterator[None]:
-    """Without the warnings that diffusers gives about components that are not there."""
+    """Without what diffusers prints and warns about components that are not there, or about tiny ones."""
     logger = logging.getLogger("diffusers")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -48,8 +48,9 @@ def _span(thing: Any) -> tuple[str, int, int]:
     """File, first and last line of a definition; `inspect` walks the whole file anew for each class."""
     try:
         file = inspect.getsourcefile(thing) or ""
-    except TypeError:
-        file = ""
+    except TypeError:  # a class of a file that was run and is no module: its methods know where they stand
+        codes = [getattr(value, "__code__", None) for value in vars(thing).values()] if isinstance(thing, type) else []
+        file = next((code.co_filename for code in codes if code is not None), "")
     first, last = _definitions(file).get(getattr(thing, "__qualname__", ""), (0, 0)) if file else (0, 0)
     return (file, first, last) if first else ("", 0, 0)
 

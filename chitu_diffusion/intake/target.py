@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from chitu_hooks.errors import nearest
 
-from .errors import IntakeError, last_line
-from .skeleton import Classes, annotated_classes, from_class, from_folder, read_json
+from .errors import IntakeError, told
+from .skeleton import Classes, annotated_classes, from_class, from_folder, hushed, read_json
 
 MARKS = re.compile(r"[^a-z0-9]+")
 
@@ -137,7 +137,7 @@ def _id(word: str) -> Target:
         )
     except Exception as error:  # the Hub's client has many ways to say no
         raise IntakeError(
-            f"the configurations of {word!r} cannot be fetched ({last_line(error)}); check the id, or give a folder"
+            f"the configurations of {word!r} cannot be fetched ({told(error)}); check the id, or give a folder"
         ) from error
     return _folder(word, Path(folder), "id")
 
@@ -147,11 +147,12 @@ def _file(word: str, path: Path) -> Target:
         beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise IntakeError(f"no file {word!r}{nearest(path.name, beside)}")
     try:
-        names = runpy.run_path(str(path))
-        build = names.get("build")
-        pipe = build() if callable(build) else names.get("pipe")
+        with hushed():
+            names = runpy.run_path(str(path))
+            build = names.get("build")
+            pipe = build() if callable(build) else names.get("pipe")
     except (Exception, SystemExit) as error:  # the file is the user's: whatever it raises is told in one sentence
-        raise IntakeError(f"{word!r} does not run: {last_line(error)}") from error
+        raise IntakeError(f"{word!r} does not run: {told(error)}") from error
     if pipe is None:
         raise IntakeError(f"{word!r} has neither build() nor pipe; one of them is to give a diffusers pipeline")
     if not isinstance(getattr(pipe, "components", None), dict) or not callable(pipe):
