@@ -39,6 +39,10 @@ def files(folder: Path) -> set[str]:
     return {name for name in found if "__pycache__" not in name}
 
 
+def written_test(root: Path) -> Path:
+    return root / "tests/test_adapter_ovis_image.py"
+
+
 @pytest.fixture
 def ovis(tmp_path: Path) -> Path:
     return small.write(tmp_path, small.OVIS + small.CALL, "ovis.py")
@@ -60,17 +64,16 @@ def test_a_file_that_can_be_called(ovis: Path, tmp_path: Path) -> None:
     page = (root / "refs/ovis_image/README.md").read_text()
     assert "| `guidance_scale` | 5.0 | `pipeline_ovis_image.py:" in page
     assert "24 heads" in page, "of the class, not of the tiny one"
-        "of the class, not of the tiny one"
-    )
     assert "AIDC-AI/Ovis-Image-7B" in page and "Not read yet: official repository" in page
-    ruff = subprocess.run([sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "120", root / "adapters", root / "tests"])
-    assert ruff.returncode == 0
+    for words in (["check", "--line-length", "120"], ["format", "--check", "--line-length", "120"]):
+        ruff = [sys.executable, "-m", "ruff", *words, "--isolated", root / "adapters", written_test(root)]
+        assert subprocess.run(ruff, capture_output=True).returncode == 0, words
 
 
 def test_the_test_that_is_written_passes_and_can_fail(ovis: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     assert chitu("adapt", ovis, "--root", root).exit_code == 0
-    test = root / "tests/test_adapter_ovis_image.py"
+    test = written_test(root)
     names: dict[str, object] = {"__file__": str(test)}
     exec(compile(test.read_text(), str(test), "exec"), names)
     names["test_ovis_image"]()  # type: ignore[operator]
