@@ -22,9 +22,9 @@ CALL = """
 
 def call(pipe):
     noise = torch.Generator().manual_seed(0)
-    text = torch.randn(2, 6, 32, generator=noise)
+    text = torch.randn(2, 20, 32, generator=noise)
     return pipe(
-        prompt_embeds=text[:1], negative_prompt_embeds=text[1:], negative_prompt=None, height=16, width=16,
+        prompt_embeds=text[:1], negative_prompt_embeds=text[1:], negative_prompt=None, height=16, width=32,
         num_inference_steps=3, generator=noise, output_type="latent",
     )
 """

@@ -83,6 +83,15 @@ def test_the_test_that_is_written_passes_and_can_fail(ovis: Path, tmp_path: Path
         names["test_ovis_image"]()  # type: ignore[operator]
 
 
+def test_the_example_of_the_page(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs/adapting-a-model.md").read_text()
+    example = page.partition("```python\n")[2].partition("```")[0]
+    done = chitu("adapt", small.write(tmp_path, example, "prx.py"), "--root", tmp_path / "root")
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "to fill in" not in done.output and "skipped 3 in 4 steps" in done.output
+    assert (tmp_path / "root/adapters/prx.py").is_file()
+
+
 def test_a_check_that_fails_is_named(ovis: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from chitu_hooks import Call
 

@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import inspect
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,7 +198,19 @@ def _stack_text(stack: Stack) -> list[str]:
         lines.append(f"            order={_words(stack.order)},")
     if stack.refiner:
         lines.append("            refiner=True,")
+    aligned = getattr(stack, "aligned", None)
+    if aligned is not None:
+        lines += _pairs_text("aligned", aligned)
     return ["        Stack(", *lines, "        ),"]
+
+
+def _pairs_text(field: str, pairs: Mapping[str, str]) -> list[str]:
+    """A field of word pairs, on one line if it is short."""
+    inner = ", ".join(f'"{key}": "{value}"' for key, value in pairs.items())
+    if len(inner) < 90:
+        return [f"            {field}={{{inner}}},"]
+    rows = [f'                "{key}": "{value}",' for key, value in pairs.items()]
+    return [f"            {field}={{", *rows, "            },"]
 
 
 def _words(words: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ from chitu_hooks import AttentionContext, BlockInputs, Call, Feature, HookMap, O
 from chitu_hooks.call import map_tensors
 from chitu_hooks.sites import BlockSite, StackSite
 
+from .aligned import with_aligned
 from .draft import Draft
 
 Run = Callable[[], Any]
@@ -35,6 +36,8 @@ class Seen:
 
     entries: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Stack path -> argument of the first block -> tensor, of the first denoiser call, in the order of the calls."""
+    given: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Stack path -> everything that its first block was given, as it was handed on."""
     exits: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """Stack path -> tensors that the last block called returned."""
     queries: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -132,9 +135,10 @@ def _entries(stacks: list[StackSite], seen: Seen) -> Iterator[None]:
             def keep(module: Any, args: Any, kwargs: Any, block: BlockSite = block) -> None:
                 inputs = BlockInputs(block, args, kwargs)
                 values = {name: inputs.get(name) for name in block.arguments}
-                seen.entries.setdefault(
-                    block.stack.path, {n: v.detach().clone() for n, v in values.items() if isinstance(v, torch.Tensor)}
-                )
+                if block.stack.path not in seen.entries:
+                    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+                    seen.entries[block.stack.path] = {name: value.detach().clone() for name, value in tensors.items()}
+                    seen.given[block.stack.path] = values
 
             hooks.callback(block.module.register_forward_pre_hook(keep, with_kwargs=True).remove)
         yield
@@ -212,7 +216,8 @@ def _stacks(draft: Draft, one: Seen, other: Seen, questions: list[str], evidence
         )
     missing = [path for path in drafted if path not in run_order]
     questions += [f"{path}: no block of it was called; leave it out if it never is" for path in missing]
-    return [_finished(stack, stacks, order) for stack in stacks]
+    finished = [_finished(stack, stacks, order) for stack in stacks]
+    return [with_aligned(stack, one.given.get(stack.path, {}), questions) for stack in finished]
 
 
 def _plain_streams(stack: Stack, seen: Seen, path: str) -> tuple[str, ...]:
