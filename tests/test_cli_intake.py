@@ -76,11 +76,22 @@ def test_the_clone_is_shallow_and_recorded(cloned: Path, upstream: Path) -> None
     assert sorted(path.name for path in cloned.iterdir()) == ["upstream"]
 
 
-def test_a_second_clone_is_refused(cloned: Path, upstream: Path) -> None:
+def test_a_second_clone(cloned: Path, upstream: Path) -> None:
     (cloned / "upstream/mine.txt").write_text("kept")
     done = chitu("intake", "mine", "--upstream", upstream.as_uri())
-    assert done.exit_code == 2 and "exists already" in done.stderr
+    assert done.exit_code == 0 and git(upstream, "rev-parse", "HEAD")[:12] in done.output, "the same one: kept as it is"
+    other = chitu("intake", "mine", "--upstream", upstream)
+    assert other.exit_code == 2 and "exists already" in other.stderr
     assert (cloned / "upstream/mine.txt").read_text() == "kept"
+
+
+def test_weights_are_looked_at_before_anything_is_cloned(
+    upstream: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = chitu("intake", "mine", "--upstream", upstream.as_uri(), "--models-dir", "nowhere")
+    assert done.exit_code == 2 and "no folder 'nowhere'" in done.stderr
+    assert not (tmp_path / "refs").exists()
 
 
 @pytest.mark.parametrize("url", ["nowhere", "file:///nowhere/at/all.git", "--upload-pack=touch x", ""])

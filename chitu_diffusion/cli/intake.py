@@ -63,15 +63,15 @@ def intake(
     refs = Path(root) / "refs"
     folder = refs / reference.check_name(name)
     device = _device(require_gpu) if require_gpu or demo is not None else "cpu"
-    if upstream is not None:
-        commit = reference.clone(upstream, folder / "upstream")
-        print(f"{folder / 'upstream'}: {upstream} at {commit[:12]}")
     if models_dir is not None:
         models = Path(models_dir).expanduser()
         for weights in verify_weights(models, how_to_fetch(name, models, refs)):
             index = ", all shards of its index" if weights.indexed else ""
             size = f"{weights.bytes / 1e9:.2f} GB" if weights.bytes >= 1e7 else f"{weights.bytes} bytes"
             print(f"{models / weights.folder}: {weights.files} files, {size}, {weights.tensors} tensors{index}: whole")
+    if upstream is not None:
+        commit = reference.clone(upstream, folder / "upstream")
+        print(f"{folder / 'upstream'}: {upstream} at {commit[:12]}")
     if demo is not None:
         data = reference.run_demo(demo, folder, folder / "upstream", device, require_gpu)
         print(f"{folder / 'demo.json'}: {data['seconds']} s on {device}, {len(data['outputs'])} output files")

@@ -50,8 +50,8 @@ def page(found: Inspection, folder: Path, checks: list[Check] | None) -> str:
     name, pipeline = found.hook_map.name, type(found.target.pipe).__name__
     parts = [
         f"# {pipeline.removesuffix('Pipeline')}",
-        f"Hook map: [`adapters/{name}.py`](../../adapters/{name}.py). Read from diffusers\n"
-        f"{found.gap.diffusers} as installed; what nobody has read yet says so.",
+        f"Hook map: [`adapters/{name}.py`](../../adapters/{name}.py).\n"
+        f"Read from diffusers {found.gap.diffusers} as installed; what nobody has read yet says so.",
         "## Upstream",
         _table(_upstream(found, folder), f"official repository: `chitu intake {name} --upstream URL` records it"),
         "## Checkpoints",

@@ -33,14 +33,16 @@ def check_name(name: str) -> str:
 
 
 def clone(url: str, folder: Path) -> str:
-    """Clone `url` into `folder`, its newest commit only.
+    """Clone `url` into `folder`, its newest commit only. A clone of the same `url` that is there is kept as it is.
 
     Returns:
         The commit.
 
     Raises:
-        IntakeError: `folder` exists, there is no git, or the repository cannot be cloned. Nothing is left behind.
+        IntakeError: `folder` is something else, there is no git, or the repository cannot be cloned. Nothing is left behind.
     """
+    if (folder / ".git").exists() and _git(folder, "config", "remote.origin.url") == url:
+        return _git(folder, "rev-parse", "HEAD")
     if os.path.lexists(folder):
         raise IntakeError(f"{str(folder)!r} exists already and is never overwritten; delete it to clone anew")
     if shutil.which("git") is None:
@@ -137,9 +139,7 @@ def _run(command: str, place: Path) -> int:
 
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         try:
-            process = subprocess.Popen(
-                words, cwd=place, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
-            )
+            process = subprocess.Popen(words, cwd=place, stdin=subprocess.DEVNULL, stderr=errors)
         except OSError as error:
             raise IntakeError(f"--demo: {words[0]!r} cannot be started in {str(place)!r}: {error.strerror}") from None
         watcher = threading.Thread(target=watch, daemon=True)
