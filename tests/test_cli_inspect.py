@@ -84,6 +84,7 @@ def test_a_file_is_called_if_it_says_how(no_adapters: None, tmp_path: Path) -> N
     assert explicit["hook_map"]["source"] == "explicit" and explicit["draft"] is None
 
 
+@pytest.mark.slow
 def test_an_id_needs_configurations_only(tmp_path: Path) -> None:
     """The Hub's cache as a download leaves it, of everything but the weights."""
     made = tiny_text.save("flux", tmp_path / "made")

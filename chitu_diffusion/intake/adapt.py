@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from dataclasses import dataclass
@@ -158,15 +159,19 @@ def described(folder: Path) -> list[Path]:
 def _write_all(files: dict[Path, str]) -> None:
     """Write every file, or none."""
     written: list[Path] = []
+    made: list[Path] = []
     try:
         for path, text in files.items():
-            make_folder(path.parent)
+            made = [*make_folder(path.parent), *made]
             with path.open("x", encoding="utf-8") as stream:
                 written.append(path)
                 stream.write(text)
     except BaseException as error:
         for path in written:
             path.unlink(missing_ok=True)
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
         if isinstance(error, OSError):
             raise IntakeError(f"{error.filename!r} cannot be written: {error.strerror}; nothing was") from None
         raise
