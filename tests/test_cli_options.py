@@ -29,6 +29,12 @@ OPTIONS = {
         *MODEL, "--prompt", "--negative-prompt", "--steps", "--guidance", "--height", "--width", "--seed", "--image",
         "--mask", "--num-frames", "--set", *FEATURES,
     ],
+    "inspect": ["--hook-map", "--json", "--write"],
+    "intake": ["--upstream", "--models-dir", "--demo", "--require-gpu", "--root"],
+    "adapt": [
+        "--name", "--root", "--finish", "--dtype", "--device", "--require-gpu", "--prompt", "--negative-prompt",
+        "--guidance", "--height", "--width", "--image", "--mask", "--num-frames", "--set",
+    ],
     "env": [],
 }  # fmt: skip
 

@@ -33,7 +33,16 @@ ARROWS: dict[str, set[str]] = {
     "chitu_diffusion": {*BASE, "chitu_diffusion.runtime"},
     "chitu_diffusion.runtime": BASE,
     "chitu_diffusion.bench": {*BASE, "chitu_diffusion.runtime", "chitu_diffusion.evaluation"},
-    "chitu_diffusion.cli": {*BASE, "chitu_diffusion.runtime", "chitu_diffusion.evaluation", "chitu_diffusion.bench"},
+    "chitu_diffusion.intake": {*BASE, "chitu_diffusion.runtime", "chitu_diffusion.evaluation"},
+    "chitu_diffusion.cli": {
+        *(
+            *BASE,
+            "chitu_diffusion.runtime",
+            "chitu_diffusion.evaluation",
+            "chitu_diffusion.bench",
+            "chitu_diffusion.intake",
+        ),
+    },
 }
 ENGINE_NEEDS = {"torch", "diffusers", "wrapt"}
 

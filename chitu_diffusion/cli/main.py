@@ -10,9 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
+from .adapt import adapt
 from .bench import register
 from .env import env
 from .group import Group
+from .inspect import inspect
+from .intake import intake
 from .run import run
 from .verify import verify
 
@@ -28,6 +31,9 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(verify)
+app.command()(inspect)
+app.command()(intake)
+app.command()(adapt)
 app.command()(env)
 register(app)
 
