@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import chitu_hooks
-from chitu_hooks import Feature, Handle, HookMap, PatchError
+from chitu_hooks import Feature, Handle, HookMap
 
 from .adapters import registry
 from .attention import make_attention
 from .flexcache import Params, make_strategy
+from .parallel import Parallel, make_parallel
 
 
 def patch(
@@ -18,7 +19,7 @@ def patch(
     *,
     attention: str | None = None,
     cache: str | Params | None = None,
-    parallel: None = None,
+    parallel: Parallel | None = None,
     hook_map: HookMap | str | Path | None = None,
     features: tuple[Feature, ...] = (),
 ) -> Handle:
@@ -28,7 +29,7 @@ def patch(
         pipe: the pipeline; its weights, modules and processors stay the objects they are.
         attention: name of a kernel, see ``chitu env``; None leaves every kernel as it is.
         cache: name of a strategy, or its parameters such as ``Static(steps=(0, 1, 2, 4, 8))``; None computes every step.
-        parallel: reserved.
+        parallel: how many ranks make one picture, such as ``Parallel(cfg=2, ulysses=2)``; None for one.
         hook_map: a map or the path of one, in place of the registry's or an inferred one.
         features: further features of your own.
 
@@ -40,11 +41,11 @@ def patch(
         HookMapError: no hook map fits the pipeline.
         RefusedError: a feature cannot do exactly what it is for here. Nothing was changed.
     """
-    if parallel is not None:
-        raise PatchError(f"parallel={parallel!r}: this version runs on one device only; leave parallel out")
     chosen = [*features]
     if attention is not None:
         chosen.append(make_attention(attention))
     if cache is not None:
         chosen.append(make_strategy(cache))
+    if parallel is not None:
+        chosen += make_parallel(parallel)
     return chitu_hooks.patch(pipe, chosen, hook_map=hook_map, registry=registry())

@@ -104,7 +104,9 @@ class AttentionContext:
     def site(self) -> AttentionSite | None:
         return self.frame.site if self.frame is not None else None
 
-    def _layer(self) -> str:
+    @property
+    def layer(self) -> str:
+        """Which layer this is, for messages."""
         return self.site.path if self.site is not None else "an attention layer"
 
     def kind(self, query_tokens: int, key_tokens: int) -> str:
@@ -122,7 +124,7 @@ class AttentionContext:
         if query_tokens == image:
             return "cross"
         raise GenerationError(
-            f"{self._layer()}: attention of {query_tokens} queries on {key_tokens} keys, with {image} and {text.shape[1]} "
+            f"{self.layer}: attention of {query_tokens} queries on {key_tokens} keys, with {image} and {text.shape[1]} "
             "tokens going into the processor, is neither self, joint nor cross attention"
         )
 
@@ -141,7 +143,7 @@ class AttentionContext:
         stack = frame.site.stack if frame.site is not None else None
         if stack is None or not stack.order:
             raise GenerationError(
-                f"{self._layer()}: whether text or image tokens come first cannot be seen from outside; pass a hook map"
+                f"{self.layer}: whether text or image tokens come first cannot be seen from outside; pass a hook map"
             )
         return (0, query_tokens - image) if stack.order[0] == "text" else (image, query_tokens)
 

@@ -98,7 +98,10 @@ class Feature:
         return None
 
     def trunk_out(self, call: Call, streams: Streams) -> Streams | None:
-        """At the exit of the last block called: role -> (B, S, C) tensor. May return other streams."""
+        """At the exit of the last block called, or of the trunk if the map has an `exit`: role -> (B, S, C) tensor.
+
+        May return other streams.
+        """
         return None
 
     def block_in(self, call: Call, block: BlockSite, inputs: BlockInputs) -> Streams | None:

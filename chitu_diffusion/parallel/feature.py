@@ -1,0 +1,30 @@
+"""From `Parallel` to features."""
+
+from __future__ import annotations
+
+from chitu_hooks import Feature, PatchError
+
+from .agree import Agreement
+from .context import ContextParallel
+from .guidance import GuidanceParallel
+from .mesh import make_mesh
+from .params import Parallel
+
+
+def make_parallel(parallel: Parallel) -> list[Feature]:
+    """The features that make one picture on `parallel.ranks` ranks; none for a single rank.
+
+    Raises:
+        PatchError: not a `Parallel`, or no process group that it fits.
+    """
+    if not isinstance(parallel, Parallel):
+        raise PatchError(f"parallel={parallel!r} is to be a Parallel, such as Parallel(cfg=2, ulysses=2)")
+    if parallel.ranks == 1:
+        return []
+    mesh = make_mesh(parallel)
+    features: list[Feature] = [Agreement(mesh)]
+    if parallel.cfg > 1:
+        features.append(GuidanceParallel(mesh))
+    if parallel.context > 1:
+        features.append(ContextParallel(parallel, mesh))
+    return features
