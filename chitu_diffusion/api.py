@@ -7,6 +7,7 @@ from typing import Any
 
 import chitu_hooks
 from chitu_hooks import Feature, Handle, HookMap
+from chitu_hooks.find import find_hook_map
 
 from .adapters import registry
 from .attention import make_attention
@@ -19,7 +20,7 @@ def patch(
     *,
     attention: str | None = None,
     cache: str | Params | None = None,
-    parallel: Parallel | None = None,
+    parallel: Parallel | str | None = None,
     hook_map: HookMap | str | Path | None = None,
     features: tuple[Feature, ...] = (),
 ) -> Handle:
@@ -29,7 +30,8 @@ def patch(
         pipe: the pipeline; its weights, modules and processors stay the objects they are.
         attention: name of a kernel, see ``chitu env``; None leaves every kernel as it is.
         cache: name of a strategy, or its parameters such as ``Static(steps=(0, 1, 2, 4, 8))``; None computes every step.
-        parallel: how many ranks make one picture, such as ``Parallel(cfg=2, ulysses=2)``; None for one.
+        parallel: how many ranks make one picture, such as ``Parallel(cfg=2, ulysses=2)``; ``"auto"`` chooses
+            from the ranks that there are, None is one.
         hook_map: a map or the path of one, in place of the registry's or an inferred one.
         features: further features of your own.
 
@@ -47,5 +49,5 @@ def patch(
     if cache is not None:
         chosen.append(make_strategy(cache))
     if parallel is not None:
-        chosen += make_parallel(parallel)
+        chosen += make_parallel(parallel, pipe, find_hook_map(pipe, hook_map, registry()))
     return chitu_hooks.patch(pipe, chosen, hook_map=hook_map, registry=registry())

@@ -55,6 +55,10 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with contextlib.suppress(ValueError, AttributeError):  # not the main thread, or no such signal here
         signal.signal(signal.SIGTERM, _terminated)
+    if "CHITU_LAUNCHER" in os.environ:
+        from chitu_diffusion.parallel.launch import end_with_launcher
+
+        end_with_launcher()
     app()
 
 

@@ -17,6 +17,7 @@ from chitu_hooks import (
     BlockInputs,
     Call,
     Feature,
+    Generation,
     GenerationError,
     HookMap,
     Order,
@@ -97,6 +98,10 @@ class ContextParallel(Feature):
                 f"degrees that fit: {fit}; gather={self.ulysses} takes any number of heads",
             )
         return None
+
+    def begin(self, generation: Generation) -> None:
+        self.calls = 0
+        self.seen = {}
 
     # -- the trunk -------------------------------------------------------------------------------------------------
 

@@ -65,8 +65,8 @@ class GuidanceParallel(Feature):
         self.style = hook_map.guidance
         if self.style == "embedded":
             return Refusal(
-                f"guidance of {type(sites.pipe).__name__} is an input of the model, so a step has one branch and cfg={self.axis.size} "
-                "nothing to divide",
+                f"guidance of {type(sites.pipe).__name__} is an input of the model, so a step has one branch and "
+                f"cfg={self.axis.size} nothing to divide",
                 f"use ulysses={self.axis.size} or gather={self.axis.size}",
             )
         return None

@@ -78,7 +78,7 @@ class Generator:
         chosen = choose(task)
         source = model_source(task.model)
         read_pictures(task)
-        device = pick_device(task.device, task.require_gpu)
+        device = pick_device(task.device, task.require_gpu, local_rank() if task.ranks > 1 else None)
         dtype = pick_dtype(task.dtype, device)
         started = time.perf_counter()
         pipe = load_pipeline(source, dtype=dtype, device=device)
@@ -152,7 +152,26 @@ def choose(task: DiffusionTask) -> dict[str, Any]:
         make_attention(task.attention)
     cache = make_params(task.cache, task.cache_args) if task.cache is not None else None
     hook_map = load_hook_map(task.hook_map) if task.hook_map is not None else None
-    return {"attention": task.attention, "cache": cache, "hook_map": hook_map}
+    return {"attention": task.attention, "cache": cache, "hook_map": hook_map, "parallel": _parallel(task)}
+
+
+def _parallel(task: DiffusionTask) -> Any:
+    """The degrees that were asked for; with ``nproc`` alone, what fits the pipeline."""
+    from chitu_diffusion.parallel import Parallel
+
+    if task.ranks == 1:
+        return None
+    if not (task.cfg_parallel or task.ulysses or task.gather):
+        return "auto"
+    return Parallel(cfg=task.cfg_parallel or 1, ulysses=task.ulysses or 1, gather=task.gather or 1)
+
+
+def local_rank() -> int:
+    """Number of this process on this machine, as its launcher has it."""
+    from chitu_diffusion.parallel.environment import find_world
+
+    world = find_world()
+    return world.local_rank if world is not None else 0
 
 
 def hook(pipe: Any, chosen: dict[str, Any]) -> Handle:
