@@ -47,13 +47,13 @@ class Group(TyperGroup):
             code = 130
         except Exception as error:
             mistake = isinstance(error, UserError) or _is_chitu_error(error)
-            if os.environ.get("CHITU_LAUNCHER"):
+            if is_rank():
                 _leave_to_launcher(error, 2 if mistake else 1)
             if not mistake:
                 raise
             say(error)
             sys.exit(2)
-        if code == 130:
+        if code == 130 and not is_rank():
             say("interrupted; nothing was written")
         sys.exit(code if isinstance(code, int) else 0)
 
@@ -69,13 +69,17 @@ def _fail(error: Any) -> None:
     sys.exit(2)
 
 
-def _leave_to_launcher(error: Exception, code: int) -> None:
-    """End this rank without a word: its launcher tells why, once for all ranks. Returns if there is no launcher."""
-    from chitu_diffusion.parallel.launch import is_launched, write_failure
+def is_rank() -> bool:
+    """Whether this process is one of those that `chitu run` has started, and that leave the telling to it."""
+    return "CHITU_LAUNCHER" in os.environ and "TORCHELASTIC_ERROR_FILE" in os.environ
 
-    if is_launched():
-        write_failure(error, code)
-        os._exit(code)  # what ends in order would wait for the other ranks
+
+def _leave_to_launcher(error: Exception, code: int) -> None:
+    """End this rank without a word: its launcher tells why, once for all ranks."""
+    from chitu_diffusion.parallel.launch import write_failure
+
+    write_failure(error, code)
+    os._exit(code)  # what ends in order would wait for the other ranks
 
 
 def _is_chitu_error(error: Exception) -> bool:

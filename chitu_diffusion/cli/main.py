@@ -12,7 +12,7 @@ import typer
 
 from .bench import register
 from .env import env
-from .group import Group
+from .group import Group, is_rank
 from .run import run
 from .verify import verify
 
@@ -55,7 +55,7 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with contextlib.suppress(ValueError, AttributeError):  # not the main thread, or no such signal here
         signal.signal(signal.SIGTERM, _terminated)
-    if "CHITU_LAUNCHER" in os.environ:
+    if is_rank():
         from chitu_diffusion.parallel.launch import end_with_launcher
 
         end_with_launcher()

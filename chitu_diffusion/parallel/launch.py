@@ -144,11 +144,6 @@ def _tail(folder: Path, rank: int) -> str:
 # -- inside a rank -----------------------------------------------------------------------------------------------------
 
 
-def is_launched() -> bool:
-    """Whether this process is a rank of our own launcher, which does the telling."""
-    return LAUNCHED in os.environ and ERROR_FILE in os.environ
-
-
 def write_failure(error: BaseException, code: int) -> None:
     """Leave for the launcher why this rank fails."""
     rank = os.environ.get("RANK", "0")
@@ -178,7 +173,7 @@ def end_with_launcher() -> None:
         while True:
             ready, _, _ = select.select([read], [], [], 1.0)
             told = os.read(read, 64) if ready else b""
-            if signal.SIGTERM in told or os.getppid() != parent:
+            if signal.SIGTERM in told or signal.SIGINT in told or os.getppid() != parent:
                 time.sleep(GRACE / 2)  # for the main thread to leave by itself
                 for action in at_end:
                     action()

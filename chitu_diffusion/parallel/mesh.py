@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from chitu_hooks import PatchError
@@ -78,11 +80,21 @@ def make_mesh(parallel: Parallel) -> Mesh:
     known = _MESHES.setdefault(parent, {})
     key = (parallel.cfg, parallel.gather, parallel.ulysses)
     if key not in known:
-        known[key] = _cut(everyone, *key)
+        known[key] = _cut(everyone, timeout_of(parent), *key)
     return known[key]
 
 
-def _cut(everyone: list[int], cfg: int, gather: int, ulysses: int) -> Mesh:
+def timeout_of(group: Any) -> timedelta | None:
+    """How long a rank of `group` waits for another; a group cut from it would have torch's default otherwise."""
+    for device in ("cuda", "cpu"):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+    return None
+
+
+def _cut(everyone: list[int], timeout: timedelta | None, cfg: int, gather: int, ulysses: int) -> Mesh:
     place = everyone.index(dist.get_rank())
     size = cfg * gather * ulysses
     first = place // size * size
@@ -90,7 +102,7 @@ def _cut(everyone: list[int], cfg: int, gather: int, ulysses: int) -> Mesh:
     at = place - first
     inner = gather * ulysses
     group_at, within = at // inner * inner, at % inner
-    axis = _AxisMaker(mine, at)
+    axis = _AxisMaker(mine, at, timeout)
     return Mesh(
         replica=axis(range(size)),
         cfg=axis(range(within, size, inner)),
@@ -103,8 +115,9 @@ def _cut(everyone: list[int], cfg: int, gather: int, ulysses: int) -> Mesh:
 class _AxisMaker:
     """Makes each set of ranks into a group once: with cfg=1 the replica is the context, say."""
 
-    def __init__(self, mine: list[int], at: int) -> None:
+    def __init__(self, mine: list[int], at: int, timeout: timedelta | None) -> None:
         self.mine = mine
+        self.timeout = timeout
         self.at = at
         self.groups: dict[tuple[int, ...], Any] = {}
 
@@ -112,6 +125,6 @@ class _AxisMaker:
         ranks = tuple(self.mine[place] for place in places)
         if ranks not in self.groups:
             # Only its members take part in making it, so that ranks which do other things are not waited for.
-            self.groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+            self.groups[ranks] = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
         group = self.groups[ranks]
         return Axis(group, group.group_name, ranks, places.index(self.at))
