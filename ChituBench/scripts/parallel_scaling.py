@@ -127,6 +127,7 @@ def modes(ranks: int, branches: int, cuda: bool) -> dict[str, Mode]:
     auto = "auto" if cuda else None
     rows = {
         "one GPU, diffusers": Mode(),
+        "one GPU, diffusers, eager": Mode(eager=True),
         "one GPU, ours": Mode(patched=True, attention=auto),
         f"gather {ranks}": Mode({"gather": ranks}, attention=auto),
         f"ulysses {ranks}": Mode({"ulysses": ranks}, attention=auto),
@@ -240,6 +241,7 @@ class Bench:
             self.wait()
             row["compile_s"] = time.perf_counter() - start
             row["relative_difference"] = self._compare(found)
+            row["correct"] = row["relative_difference"] < TOLERANCE[self.dtype]
             laps = [lap for _ in range(rounds) for lap in self._laps()]
             row["ms"] = statistics.median(laps)
             row["ms_low"], row["ms_high"], row["samples"] = min(laps), max(laps), len(laps)
@@ -254,8 +256,6 @@ class Bench:
         if self.expected is None:
             self.expected = found
         difference = float((found - self.expected).norm() / self.expected.norm())
-        if not difference < TOLERANCE[self.dtype]:
-            raise RuntimeError(f"the latents differ from one GPU's by {difference:.3g}")
         return difference
 
     def _laps(self) -> list[float]:
@@ -405,7 +405,7 @@ def show(shape: str, title: str, rows: dict[str, Any]) -> None:
     singles = [r["ms"] for name, r in rows.items() if name.startswith("one GPU") and "ms" in r]
     print(
         f"{shape:10} {title:32} {row['ms']:9.2f} ms a step  {min(singles) / row['ms']:5.2f}×  off by "
-        f"{row['relative_difference']:.1e}  {row['where_ms']}",
+        f"{row['relative_difference']:.1e}{'' if row['correct'] else ' WRONG'}  {row['where_ms']}",
         flush=True,
     )
 
@@ -427,7 +427,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     else:
         dry_run()
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    dist.init_process_group("nccl" if cuda else "gloo")
     try:
         measure(options, device, dist.get_world_size(), dist.get_rank())
     finally:

@@ -109,7 +109,6 @@ def joined(world: World, device: str, timeout: float = 600) -> Iterator[None]:
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(seconds=timeout),
-        device_id=torch.device(device) if cuda else None,
     )
     try:
         yield

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -112,6 +114,21 @@ def _cut(everyone: list[int], timeout: timedelta | None, cfg: int, gather: int, 
     )
 
 
+@contextlib.contextmanager
+def _unbound(world: Any) -> Iterator[None]:
+    """Without the device that `init_process_group` was given: NCCL would split the world's communicator for a new group,
+    which takes every rank of the world."""
+    device = getattr(world, "bound_device_id", None)
+    if device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
 class _AxisMaker:
     """Makes each set of ranks into a group once: with cfg=1 the replica is the context, say."""
 
@@ -123,8 +140,11 @@ class _AxisMaker:
 
     def __call__(self, places: range) -> Axis:
         ranks = tuple(self.mine[place] for place in places)
+        if len(ranks) == 1:
+            return Axis(None, "", ranks, 0)
         if ranks not in self.groups:
             # Only its members take part in making it, so that ranks which do other things are not waited for.
-            self.groups[ranks] = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+            with _unbound(dist.distributed_c10d._get_default_group()):
+                self.groups[ranks] = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
         group = self.groups[ranks]
         return Axis(group, group.group_name, ranks, places.index(self.at))
