@@ -129,6 +129,17 @@ class Feature:
         """
         return None
 
+    def attention_with_lse(
+        self, q_BSHD: torch.Tensor, k_BTHD: torch.Tensor, v_BTHD: torch.Tensor, ctx: AttentionContext
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """`attention` on a part of the keys, for a feature further out that puts the parts together. Without a mask.
+
+        Returns:
+            The (B, S, H, D) output and the float32 (B, H, S) log of the sums of exp(scale q·k), or None to leave the part
+            to torch. A feature that overrides `attention` and not this is refused where parts are asked for.
+        """
+        return None
+
     def end(self, generation: Generation) -> None:
         """The generation is over, by success, exception or interrupt."""
 

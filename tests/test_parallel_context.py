@@ -17,6 +17,7 @@ JOINT = ("flux", "qwen", "sd3", "flux2_klein")
 TWO = [
     *(case(name, ulysses=2) for name in FAMILIES),
     *(case(name, gather=2) for name in FAMILIES),
+    *(case(name, {"length": 7, **ODD[name]}, ring=2) for name in FAMILIES),
     *(case(name, {"length": 7, **ODD[name]}, ulysses=2) for name in FAMILIES),
     *(case(name, {"length": 7, **ODD[name]}, gather=2) for name in FAMILIES),
     *(case(name, {"length": 7, "batch": 2, **ODD[name]}, ulysses=2, text="replicate") for name in JOINT),
@@ -25,6 +26,8 @@ TWO = [
 FOUR = [
     *(case(name, {"length": 7, **ODD[name]}, gather=2, ulysses=2) for name in ("qwen", "sd3", "lumina2", "flux")),
     *(case(name, {"length": 7, **ODD[name]}, cfg=2, ulysses=2) for name in FAMILIES if name != "flux2"),
+    *(case(name, {"length": 7, **ODD[name]}, ring=2, ulysses=2) for name in ("sd3", "pixart")),
+    case("flux", {"length": 9, **ODD["flux"]}, ring=4),
     *(case(name, {"length": 5}, ulysses=4) for name in ("qwen", "sd3", "pixart", "lumina2")),
     case("flux", {"length": 3}, gather=4),
     case("flux", ulysses=4),
@@ -36,9 +39,10 @@ EIGHT = [
     case("sd3", {"length": 9, **ODD["sd3"]}, cfg=2, gather=2, ulysses=2),
 ]
 REFUSED = {
+    "qwen-ring2-length7-height24-width40": "ring attention is put together from parts without a mask",
     "flux-ulysses4": "transformer_blocks.0.attn has 2 heads, which ulysses=4 does not divide; degrees that fit: 1, 2",
     "wan-gather4": "3 image tokens cannot be spread over 4 ranks; use at most 3",
-    "sd3-gather2-ulysses2-textreplicate-length3": "text='shard' needs 4 text tokens, and there are 3",
+    "sd3-gather2-ulysses2-textreplicate-length3": "which text='replicate' forbids",
 }
 
 

@@ -134,6 +134,7 @@ def modes(ranks: int, branches: int, cuda: bool) -> dict[str, Mode]:
         f"gather {ranks}, overlapped": Mode({"gather": ranks}, attention=auto, overlap=True),
         f"ulysses {ranks}, overlapped": Mode({"ulysses": ranks}, attention=auto, overlap=True),
     }
+    rows[f"ring {ranks}"] = Mode({"ring": ranks}, attention=auto)
     if ranks > 2:
         rows[f"gather 2 × ulysses {ranks // 2}"] = Mode({"gather": 2, "ulysses": ranks // 2}, attention=auto)
     if branches > 1:

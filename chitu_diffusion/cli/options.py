@@ -99,6 +99,10 @@ CfgParallel = Annotated[
 Ulysses = Annotated[
     int | None, _option(RANKS, "--ulysses", "Ranks over which tokens are divided; attention exchanges heads.", "N")
 ]
+Ring = Annotated[
+    int | None,
+    _option(RANKS, "--ring", "Ranks over which tokens are divided; keys and values go round.", "N"),
+]
 Gather = Annotated[
     int | None,
     _option(RANKS, "--gather", "Ranks over which tokens are divided; attention gathers keys and values.", "N"),

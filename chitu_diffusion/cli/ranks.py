@@ -69,8 +69,8 @@ def in_world(task: DiffusionTask) -> Iterator[bool]:
         return
     if task.ranks == 1:
         raise UserError(
-            f"{world.launcher} has started {world.size} processes and none of --nproc, --cfg-parallel, --ulysses and --gather "
-            "is given; each would draw the same picture"
+            f"{world.launcher} has started {world.size} processes and none of --nproc, --cfg-parallel, --ulysses, --ring and "
+            "--gather is given; each would draw the same picture"
         )
     from chitu_diffusion.runtime.loading import pick_device
 

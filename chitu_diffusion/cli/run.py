@@ -50,6 +50,7 @@ def run(
     nproc: o.Nproc = None,
     cfg_parallel: o.CfgParallel = None,
     ulysses: o.Ulysses = None,
+    ring: o.Ring = None,
     gather: o.Gather = None,
     output: Annotated[
         str | None,
@@ -77,7 +78,7 @@ def run(
         width=width, seed=seed, num_images=num_images, image=image, mask=mask, num_frames=num_frames, fps=fps,
         arguments=arguments, model=model, hook_map=hook_map, dtype=dtype, device=device, require_gpu=require_gpu,
         attention=attention, cache=cache, cache_args=cache_args, nproc=nproc,
-        cfg_parallel=cfg_parallel, ulysses=ulysses, gather=gather, output=output,
+        cfg_parallel=cfg_parallel, ulysses=ulysses, ring=ring, gather=gather, output=output,
     )  # fmt: skip
     if not starts_ranks(task):
         draw(task)

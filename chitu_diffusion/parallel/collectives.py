@@ -25,6 +25,20 @@ def all_to_all(rows: Tensor, received: Sequence[int], sent: Sequence[int], group
     return ops.wait_tensor(ops.all_to_all_single(rows.contiguous(), list(received), list(sent), group))
 
 
+def pass_on(rows: Tensor, sizes: Sequence[int], index: int, turn: int, group: str) -> Tensor:
+    """Start to pass rows to the next rank round the ring, and to get those of the one before; `ops.wait_tensor` ends it.
+
+    Args:
+        sizes: rows that each rank began with.
+        turn: how often they have been passed on; `rows` are now those of rank ``index - turn``.
+    """
+    ranks = len(sizes)
+    sent, received = [0] * ranks, [0] * ranks
+    sent[(index + 1) % ranks] = sizes[(index - turn) % ranks]
+    received[(index - 1) % ranks] = sizes[(index - turn - 1) % ranks]
+    return ops.all_to_all_single(rows, received, sent, group)
+
+
 def all_gather(rows: Tensor, sizes: Sequence[int], group: str) -> Tensor:
     """The rows of every rank, in the order of ranks; `sizes` are their numbers."""
     largest = max(sizes)

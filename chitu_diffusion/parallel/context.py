@@ -38,7 +38,7 @@ from .params import Parallel
 
 
 class ContextParallel(Feature):
-    """Ulysses, all-gather of keys and values, or one inside the other.
+    """Ulysses, ring, all-gather of keys and values, or Ulysses inside one of the other two.
 
     Args:
         parallel: the degrees.
@@ -57,9 +57,10 @@ class ContextParallel(Feature):
         self.ulysses = parallel.ulysses
         self.ulysses_group = mesh.ulysses.name
         self.ulysses_index = mesh.ulysses.index
-        self.gather = parallel.gather
-        self.gather_group = mesh.gather.name
-        self.gather_index = mesh.gather.index
+        self.outer = parallel.outer
+        self.outer_group = mesh.outer.name
+        self.outer_index = mesh.outer.index
+        self.rings = parallel.ring > 1
         self.order_of: dict[int, tuple[str, ...]] = {}
         self.trunk_arguments: tuple[str, ...] = ()
         self.calls = 0
@@ -124,10 +125,10 @@ class ContextParallel(Feature):
             (stack.order for stack in call.denoiser.stacks if not stack.refiner and stack.order), ("text", "image")
         )
         layout = make_layout(streams, self.axis.index, self.axis.size, self.parallel.text, order)
-        if layout.shared and self.ulysses > 1 and self.gather > 1:
+        if layout.shared and (self.rings or (self.ulysses > 1 and self.outer > 1)):
             raise GenerationError(
-                f"context parallel: text on every rank goes with ulysses or gather alone, not with ulysses={self.ulysses} and "
-                f"gather={self.gather}; text='shard' needs {self.axis.size} text tokens, and there are {layout.text[0]}"
+                f"context parallel: {self.parallel} spreads text over its ranks, which text='replicate' forbids and "
+                f"{layout.text[0]} text tokens on {self.axis.size} ranks may be too few for; ulysses or gather alone keep it whole"
             )
         ACTIVE.layout = layout
         self.calls += 1
@@ -225,6 +226,11 @@ class ContextParallel(Feature):
                 f"{layout.text[layout.rank]} text tokens"
             )
         whole = ctx.mask
+        if whole is not None and self.rings:
+            raise GenerationError(
+                f"{ctx.layer}: ring attention is put together from parts without a mask, and this call has one of shape "
+                f"{tuple(whole.shape)}; use ulysses={self.axis.size} or gather={self.axis.size}"
+            )
         if whole is not None:
             mask = received_mask(key_mask(whole, q_BSHD.shape[0], s), sizes, layout, self.group)
             ctx.mask = self._mask_of_heads(mask)
@@ -249,24 +255,30 @@ class ContextParallel(Feature):
                 f"{ctx.layer}: {q.shape[2]} heads on {k.shape[2]} key heads, which ulysses={self.ulysses} does not divide; "
                 "gather takes any number"
             )
-        if self.gather == 1:
-            if shared:
-                return exchange.ulysses_shared(
-                    q, k, v, layout.image, layout.rank, text, layout.text_first, self.group, ctx.next
-                )
+        if shared and self.outer == 1:
+            return exchange.ulysses_shared(
+                q, k, v, layout.image, layout.rank, text, layout.text_first, self.group, ctx.next
+            )
+        if shared:
+            return exchange.gather_shared(q, k, v, layout.image, text, layout.text_first, self.group, ctx.next)
+        if self.outer == 1:
             return exchange.ulysses(q, k, v, sizes, self.group, ctx.next)
         if self.ulysses == 1:
-            if shared:
-                return exchange.gather_shared(q, k, v, layout.image, text, layout.text_first, self.group, ctx.next)
-            return exchange.gather(q, k, v, sizes, self.group, ctx.next)
+            return self._outer(q, k, v, sizes, ctx)
         U = self.ulysses
-        chunks = tuple(sum(sizes[g * U : g * U + U]) for g in range(self.gather))
-        mine = sizes[self.gather_index * U : self.gather_index * U + U]
+        chunks = tuple(sum(sizes[place * U : place * U + U]) for place in range(self.outer))
+        mine = sizes[self.outer_index * U : self.outer_index * U + U]
 
         def inner(q_BShD: Tensor, k_BSgD: Tensor, v_BSgD: Tensor) -> Tensor:
-            return exchange.gather(q_BShD, k_BSgD, v_BSgD, chunks, self.gather_group, ctx.next)
+            return self._outer(q_BShD, k_BSgD, v_BSgD, chunks, ctx)
 
         return exchange.ulysses(q, k, v, mine, self.ulysses_group, inner)
+
+    def _outer(self, q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...], ctx: AttentionContext) -> Tensor:
+        """Ring, or gathered keys and values, over the outer axis."""
+        if self.rings:
+            return exchange.ring(q, k, v, sizes, self.outer_index, self.outer_group, ctx.next_with_lse)
+        return exchange.gather(q, k, v, sizes, self.outer_group, ctx.next)
 
     def _mask_of_heads(self, mask: Tensor) -> Tensor:
         """The rows of a mask that differs between heads which belong to this rank's heads."""

@@ -12,10 +12,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .collectives import all_gather, all_to_all
+from .collectives import all_gather, all_to_all, ops, pass_on
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(B, S, H, D) queries, (B, T, G, D) keys and values -> (B, S, H, D)."""
+
+AttendPart = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""The same, and the float32 (B, H, S) log-sum-exp."""
 
 
 def ulysses(
@@ -100,6 +103,37 @@ def gather_shared(
         found = torch.cat([all_gather(message_sBnD[:-text], sizes, group), message_sBnD[-text:]])
     found_BSnD = found.transpose(0, 1)
     return attend(q_BsHD, found_BSnD[:, :, :G], found_BSnD[:, :, G:])
+
+
+def ring(
+    q_BsHD: Tensor, k_BsGD: Tensor, v_BsGD: Tensor, sizes: tuple[int, ...], index: int, group: str, attend: AttendPart
+) -> Tensor:
+    """Keys and values go round the ranks while each attends to those that it has just now; the parts are put together in
+    float32 by their log-sum-exp: Liu et al., 2023, https://arxiv.org/abs/2310.01889."""
+    G = k_BsGD.shape[2]
+    message_sBnD = torch.cat([k_BsGD, v_BsGD], 2).transpose(0, 1).contiguous()
+    out, lse = None, None
+    for turn in range(len(sizes)):
+        last = turn == len(sizes) - 1
+        coming = None if last else pass_on(message_sBnD, sizes, index, turn, group)
+        found_BsnD = message_sBnD.transpose(0, 1)
+        part_BsHD, part_BHs = attend(q_BsHD, found_BsnD[:, :, :G], found_BsnD[:, :, G:])
+        out, lse = joined(out, lse, part_BsHD, part_BHs)
+        if coming is not None:
+            message_sBnD = ops.wait_tensor(coming)
+    return out.to(q_BsHD.dtype)  # type: ignore[union-attr]
+
+
+def joined(
+    out_BsHD: Tensor | None, lse_BHs: Tensor | None, part_BsHD: Tensor, part_BHs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys from attention over each, in float32."""
+    part_BsHD = part_BsHD.float()
+    if out_BsHD is None or lse_BHs is None:
+        return part_BsHD, part_BHs
+    both_BHs = torch.logaddexp(lse_BHs, part_BHs)
+    old, new = (torch.exp(one - both_BHs).transpose(1, 2).unsqueeze(-1) for one in (lse_BHs, part_BHs))
+    return out_BsHD * old + part_BsHD * new, both_BHs
 
 
 def by_rank(q_BsHD: Tensor, k_BsGD: Tensor, v_BsGD: Tensor, P: int) -> Tensor:

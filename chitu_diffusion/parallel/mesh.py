@@ -43,13 +43,13 @@ class Mesh:
 
     Attributes:
         replica: all ranks of this picture.
-        context: the ranks over which tokens are spread, `gather` outermost.
+        context: the ranks over which tokens are spread, `outer` (ring or gather) outermost.
     """
 
     replica: Axis
     cfg: Axis
     context: Axis
-    gather: Axis
+    outer: Axis
     ulysses: Axis
 
 
@@ -80,7 +80,7 @@ def make_mesh(parallel: Parallel) -> Mesh:
             f"products that fit: {fit}"
         )
     known = _MESHES.setdefault(parent, {})
-    key = (parallel.cfg, parallel.gather, parallel.ulysses)
+    key = (parallel.cfg, parallel.outer, parallel.ulysses)
     if key not in known:
         known[key] = _cut(everyone, timeout_of(parent), *key)
     return known[key]
@@ -96,20 +96,20 @@ def timeout_of(group: Any) -> timedelta | None:
     return None
 
 
-def _cut(everyone: list[int], timeout: timedelta | None, cfg: int, gather: int, ulysses: int) -> Mesh:
+def _cut(everyone: list[int], timeout: timedelta | None, cfg: int, outer: int, ulysses: int) -> Mesh:
     place = everyone.index(dist.get_rank())
-    size = cfg * gather * ulysses
+    size = cfg * outer * ulysses
     first = place // size * size
     mine = everyone[first : first + size]
     at = place - first
-    inner = gather * ulysses
+    inner = outer * ulysses
     group_at, within = at // inner * inner, at % inner
     axis = _AxisMaker(mine, at, timeout)
     return Mesh(
         replica=axis(range(size)),
         cfg=axis(range(within, size, inner)),
         context=axis(range(group_at, group_at + inner)),
-        gather=axis(range(group_at + within % ulysses, group_at + inner, ulysses)),
+        outer=axis(range(group_at + within % ulysses, group_at + inner, ulysses)),
         ulysses=axis(range(at // ulysses * ulysses, at // ulysses * ulysses + ulysses)),
     )
 

@@ -161,9 +161,9 @@ def _parallel(task: DiffusionTask) -> Any:
 
     if task.ranks == 1:
         return None
-    if not (task.cfg_parallel or task.ulysses or task.gather):
+    if not (task.cfg_parallel or task.ulysses or task.ring or task.gather):
         return "auto"
-    return Parallel(cfg=task.cfg_parallel or 1, ulysses=task.ulysses or 1, gather=task.gather or 1)
+    return Parallel(cfg=task.cfg_parallel or 1, ulysses=task.ulysses or 1, ring=task.ring or 1, gather=task.gather or 1)
 
 
 def local_rank() -> int:

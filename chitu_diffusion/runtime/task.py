@@ -12,7 +12,7 @@ from chitu_hooks.errors import nearest
 
 from .errors import RequestError
 
-DEGREES = ("cfg_parallel", "ulysses", "gather")
+DEGREES = ("cfg_parallel", "ulysses", "ring", "gather")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,8 @@ class DiffusionTask:
     """Ranks for the branches of guidance."""
     ulysses: int | None = None
     """Ranks for the tokens of one branch, exchanging heads."""
+    ring: int | None = None
+    """Ranks for the tokens of one branch, passing keys and values round."""
     gather: int | None = None
     """Ranks for the tokens of one branch, gathering keys and values."""
     output: str | None = None
