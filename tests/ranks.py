@@ -34,6 +34,8 @@ def _rank(rank: int, function: Callable[..., Any], ranks: int, args: Any, folder
     os.environ["HF_HUB_OFFLINE"] = "1"
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
+    store.set(f"up {rank}", "")
+    store.wait([f"up {other}" for other in range(ranks)], timedelta(seconds=180))  # imports take their time
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
     try:
         with torch.no_grad():

@@ -14,6 +14,7 @@ from ranks import on_ranks
 from tiny import build, call_arguments, noise, run
 
 from chitu_diffusion import Parallel, patch
+from chitu_diffusion.parallel.environment import in_turn
 from chitu_hooks import GenerationError, PatchError
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -67,6 +68,8 @@ def two(rank: int) -> dict[str, Any]:
         found[name] = float((got - expected).abs().max()), float((alone - expected).abs().max())
     found["other request"] = other_request(rank)
     found["misfit"] = [refusal(Parallel(ulysses=3)), refusal("usp")]
+    found["vae"] = vae_tiles()
+    found["turns"] = turns(rank)
     found["raises"] = raises_on_one_rank(rank)
     return found
 
@@ -89,6 +92,35 @@ def refusal(parallel: Any) -> str:
     except PatchError as error:
         return str(error)
     return ""
+
+
+def vae_tiles() -> Any:
+    """A VAE in tiles of 8 latents a side, on two ranks; the branches of guidance on different ranks change no bit."""
+    pipe = build("flux")
+    pipe.vae.enable_tiling()
+    scale = pipe.vae.tile_sample_min_size // pipe.vae.tile_latent_min_size
+    pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size = 8 * scale, 8
+    arguments = {**call_arguments("flux", 3), "output_type": "pt"}
+    before = dict(vars(pipe.vae)), dict(vars(pipe.vae.decoder))
+
+    def drawn() -> torch.Tensor:
+        return pipe(**{**arguments, "generator": noise(0)})[0]
+
+    expected = drawn()
+    with patch(pipe, parallel=Parallel(cfg=2)) as handle:
+        got = drawn()
+        told = next(f for f in handle.report().features if f["name"] == "vae tiles")
+    pipe.vae.disable_tiling()
+    untouched = before == (dict(vars(pipe.vae), use_tiling=True), dict(vars(pipe.vae.decoder)))
+    return torch.equal(got, expected), not torch.equal(drawn(), expected), told, untouched
+
+
+def turns(rank: int) -> tuple[float, float]:
+    """When this rank's turn began and ended."""
+    with in_turn(rank):
+        began = time.monotonic()
+        time.sleep(0.2)
+        return began, time.monotonic()
 
 
 def raises_on_one_rank(rank: int) -> Any:
@@ -136,6 +168,20 @@ def test_degrees_that_do_not_fit_name_those_that_do(pair: list[dict[str, Any]]) 
         degrees, word = rank["misfit"]
         assert degrees == "parallel: ulysses 3 takes 3 ranks, and the process group has 2; products that fit: 1, 2"
         assert word == "parallel='usp' is to be 'auto' or a Parallel, such as Parallel(cfg=2, ulysses=2)"
+
+
+def test_tiles_of_the_vae_are_divided_and_give_the_bits_of_the_tiled_decode(pair: list[dict[str, Any]]) -> None:
+    shares = []
+    for rank in pair:
+        equal, tiling_shows, told, untouched = rank["vae"]
+        assert equal and tiling_shows and untouched
+        shares.append(told["tiles decoded here"])
+        assert told["of"] == sum(shares) or rank is pair[0]
+    assert min(shares) > 0
+
+
+def test_ranks_of_a_machine_take_turns(pair: list[dict[str, Any]]) -> None:
+    assert pair[0]["turns"][1] <= pair[1]["turns"][0], "the clock is the machine's"
 
 
 def test_a_rank_that_stops_alone_does_not_hang_the_other(pair: list[dict[str, Any]]) -> None:

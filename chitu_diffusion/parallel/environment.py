@@ -114,3 +114,20 @@ def joined(world: World, device: str, timeout: float = 600) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def in_turn(local_rank: int) -> Iterator[None]:
+    """The ranks of a machine one after another: each reads the weights, moves them to its GPU and lets the host's copy go.
+
+    So the host holds them once, however many ranks there are; after the first they come from the file system's cache.
+    """
+    import torch.distributed as dist
+
+    places: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(places, local_rank)
+    for _ in range(local_rank):
+        dist.barrier()
+    yield
+    for _ in range(local_rank, max(places) + 1):
+        dist.barrier()

@@ -12,6 +12,7 @@ from .context import ContextParallel
 from .guidance import GuidanceParallel
 from .mesh import make_mesh
 from .params import Parallel
+from .vae import VaeTiles
 
 
 def make_parallel(parallel: Parallel | str, pipe: Any, hook_map: HookMap) -> list[Feature]:
@@ -27,7 +28,7 @@ def make_parallel(parallel: Parallel | str, pipe: Any, hook_map: HookMap) -> lis
     if parallel.ranks == 1:
         return []
     mesh = make_mesh(parallel)
-    features: list[Feature] = [Agreement(mesh)]
+    features: list[Feature] = [Agreement(mesh), VaeTiles(mesh)]
     if parallel.cfg > 1:
         features.append(GuidanceParallel(mesh))
     if parallel.context > 1:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from chitu_diffusion.parallel.environment import find_world, in_turn
 from chitu_hooks import Feature, Handle, load_hook_map
 
 from .call import CallPlan, plan_call, read_pictures
@@ -78,10 +79,12 @@ class Generator:
         chosen = choose(task)
         source = model_source(task.model)
         read_pictures(task)
-        device = pick_device(task.device, task.require_gpu, local_rank() if task.ranks > 1 else None)
+        place = local_rank() if task.ranks > 1 else None
+        device = pick_device(task.device, task.require_gpu, place)
         dtype = pick_dtype(task.dtype, device)
         started = time.perf_counter()
-        pipe = load_pipeline(source, dtype=dtype, device=device)
+        with contextlib.nullcontext() if place is None or device == "cpu" else in_turn(place):
+            pipe = load_pipeline(source, dtype=dtype, device=device)
         handle = hook(pipe, chosen)
         synchronizer(torch.device(device))()
         return cls(handle, load_seconds=time.perf_counter() - started, watchers=watchers)
@@ -168,8 +171,6 @@ def _parallel(task: DiffusionTask) -> Any:
 
 def local_rank() -> int:
     """Number of this process on this machine, as its launcher has it."""
-    from chitu_diffusion.parallel.environment import find_world
-
     world = find_world()
     return world.local_rank if world is not None else 0
 
