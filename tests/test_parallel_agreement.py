@@ -15,7 +15,7 @@ from tiny import build, call_arguments, noise, run
 
 from chitu_diffusion import Parallel, patch
 from chitu_diffusion.parallel.environment import in_turn
-from chitu_hooks import GenerationError, PatchError
+from chitu_hooks import GenerationError, PatchError, RefusedError
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -70,6 +70,7 @@ def two(rank: int) -> dict[str, Any]:
     found["misfit"] = [refusal(Parallel(ulysses=3)), refusal("usp")]
     found["vae"] = vae_tiles()
     found["turns"] = turns(rank)
+    found["kernels"] = kernels()
     found["raises"] = raises_on_one_rank(rank)
     return found
 
@@ -113,6 +114,23 @@ def vae_tiles() -> Any:
     pipe.vae.disable_tiling()
     untouched = before == (dict(vars(pipe.vae), use_tiling=True), dict(vars(pipe.vae.decoder)))
     return torch.equal(got, expected), not torch.equal(drawn(), expected), told, untouched
+
+
+def kernels() -> Any:
+    """A named kernel on what each rank has, and one that cannot be put together from parts."""
+    pipe = build("flux")
+    expected = run("flux", pipe, 3)
+    far = []
+    for mode in ("ulysses", "gather", "ring"):
+        with patch(pipe, attention="sdpa_flash", parallel=Parallel(**{mode: 2})):
+            far.append(float((run("flux", pipe, 3) - expected).abs().max()))
+    with patch(pipe, attention="sdpa_math", parallel=Parallel(ring=2)):
+        try:
+            run("flux", pipe, 3)
+            message = ""
+        except RefusedError as error:
+            message = str(error)
+    return far, message
 
 
 def turns(rank: int) -> tuple[float, float]:
@@ -182,6 +200,13 @@ def test_tiles_of_the_vae_are_divided_and_give_the_bits_of_the_tiled_decode(pair
 
 def test_ranks_of_a_machine_take_turns(pair: list[dict[str, Any]]) -> None:
     assert pair[0]["turns"][1] <= pair[1]["turns"][0], "the clock is the machine's"
+
+
+def test_kernels_run_on_every_rank(pair: list[dict[str, Any]]) -> None:
+    for rank in pair:
+        far, message = rank["kernels"]
+        assert max(far) < 1e-5
+        assert "sdpa_math gives no log-sum-exp" in message
 
 
 def test_a_rank_that_stops_alone_does_not_hang_the_other(pair: list[dict[str, Any]]) -> None:
