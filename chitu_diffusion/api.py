@@ -13,6 +13,7 @@ from .adapters import registry
 from .attention import make_attention
 from .flexcache import Params, make_strategy
 from .parallel import Parallel, make_parallel
+from .parallel.context import ContextParallel
 
 
 def patch(
@@ -50,4 +51,13 @@ def patch(
         chosen.append(make_strategy(cache))
     if parallel is not None:
         chosen += make_parallel(parallel, pipe, find_hook_map(pipe, hook_map, registry()))
+    _decide_together(chosen)
     return chitu_hooks.patch(pipe, chosen, hook_map=hook_map, registry=registry())
+
+
+def _decide_together(features: list[Feature]) -> None:
+    """Where tokens are spread over ranks, a cache that measures a share of them decides by the sums over all."""
+    context = next((feature for feature in features if isinstance(feature, ContextParallel)), None)
+    for feature in features:
+        if context is not None and hasattr(feature, "reduce"):
+            feature.reduce = context.summed

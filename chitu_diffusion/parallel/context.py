@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from chitu_hooks import (
@@ -202,6 +203,11 @@ class ContextParallel(Feature):
             raise GenerationError(
                 f"context parallel: {call.denoiser.name} left its trunk without its tokens being gathered"
             )
+
+    def summed(self, sums: Tensor) -> Tensor:
+        """`sums` over the shares of all ranks: what a cache measures on its share becomes the same number on every rank."""
+        dist.all_reduce(sums, group=self.axis.group)
+        return sums
 
     # -- attention, traced -----------------------------------------------------------------------------------------
 
