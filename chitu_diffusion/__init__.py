@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 
     from .api import patch
     from .flexcache import Static
+    from .parallel import Parallel
 
-__all__ = ["ChituError", "Feature", "Handle", "HookMap", "Stack", "Static", "patch"]
+__all__ = ["ChituError", "Feature", "Handle", "HookMap", "Parallel", "Stack", "Static", "patch"]
 __version__ = "0.1.0.dev0"
 
 # Each name is imported when it is first asked for: the command line is in this package too, and has to show its help at
 # once and to describe an environment in which diffusers cannot be imported.
 _HOMES = {
     **dict.fromkeys(("ChituError", "Feature", "Handle", "HookMap", "Stack"), "chitu_hooks"),
+    "Parallel": "chitu_diffusion.parallel",
     "Static": "chitu_diffusion.flexcache",
     "patch": "chitu_diffusion.api",
 }

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import chitu_hooks
-from chitu_hooks import Feature, Handle, HookMap, PatchError
+from chitu_hooks import Feature, Handle, HookMap
+from chitu_hooks.find import find_hook_map
 
 from .adapters import registry
 from .attention import make_attention
 from .flexcache import Params, make_strategy
+from .parallel import Parallel, make_parallel
+from .parallel.context import ContextParallel
 
 
 def patch(
@@ -18,7 +21,7 @@ def patch(
     *,
     attention: str | None = None,
     cache: str | Params | None = None,
-    parallel: None = None,
+    parallel: Parallel | str | None = None,
     hook_map: HookMap | str | Path | None = None,
     features: tuple[Feature, ...] = (),
 ) -> Handle:
@@ -28,7 +31,8 @@ def patch(
         pipe: the pipeline; its weights, modules and processors stay the objects they are.
         attention: name of a kernel, see ``chitu env``; None leaves every kernel as it is.
         cache: name of a strategy, or its parameters such as ``Static(steps=(0, 1, 2, 4, 8))``; None computes every step.
-        parallel: reserved.
+        parallel: how many ranks make one picture, such as ``Parallel(cfg=2, ulysses=2)``; ``"auto"`` chooses
+            from the ranks that there are, None is one.
         hook_map: a map or the path of one, in place of the registry's or an inferred one.
         features: further features of your own.
 
@@ -40,11 +44,20 @@ def patch(
         HookMapError: no hook map fits the pipeline.
         RefusedError: a feature cannot do exactly what it is for here. Nothing was changed.
     """
-    if parallel is not None:
-        raise PatchError(f"parallel={parallel!r}: this version runs on one device only; leave parallel out")
     chosen = [*features]
     if attention is not None:
         chosen.append(make_attention(attention))
     if cache is not None:
         chosen.append(make_strategy(cache))
+    if parallel is not None:
+        chosen += make_parallel(parallel, pipe, find_hook_map(pipe, hook_map, registry()))
+    _decide_together(chosen)
     return chitu_hooks.patch(pipe, chosen, hook_map=hook_map, registry=registry())
+
+
+def _decide_together(features: list[Feature]) -> None:
+    """Where tokens are spread over ranks, a cache that measures a share of them decides by the sums over all."""
+    context = next((feature for feature in features if isinstance(feature, ContextParallel)), None)
+    for feature in features:
+        if context is not None and hasattr(feature, "reduce"):
+            feature.reduce = context.summed

@@ -19,7 +19,7 @@ from .state import ACTIVE, Streams
 
 if TYPE_CHECKING:
     from .engine import Engine
-    from .sites import BlockSite, StackSite
+    from .sites import BlockSite, ExitSite, StackSite
 
 
 class BlockSeam:
@@ -65,6 +65,22 @@ class BlockSeam:
         ):
             return rest(*args, **kwargs)
         return self._resolved(block, run, call, last, rest, BlockInputs(block, args, kwargs))
+
+    def leave_trunk(
+        self, site: ExitSite, rest: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The call of the module that takes the trunk's output, where the map names one."""
+        call = ACTIVE.call
+        if call is None or call.engine is not self.engine or not call.trunk_entered or call.trunk_left:
+            return rest(*args, **kwargs)
+        call.trunk_left = True
+        value = args[0] if args else kwargs[site.argument]
+        outputs = self._leave_trunk(call, {site.role: value})
+        if outputs is None:
+            return rest(*args, **kwargs)
+        if args:
+            return rest(outputs[site.role], *args[1:], **kwargs)
+        return rest(**{**kwargs, site.argument: outputs[site.role]})
 
     def leave(self, call: Call) -> None:
         """The denoiser call is over: learn which blocks ran, drop residuals that were not renewed.
@@ -178,7 +194,9 @@ class BlockSeam:
 
     def _ends_trunk(self, stack: StackSite, call: Call) -> bool:
         # A call during which the streams were still being learned has not entered the trunk, and leaves it neither.
-        return bool(self.trunk_out) and call.trunk_entered and stack is trunk_end(stack, call)
+        if not self.trunk_out or not call.trunk_entered or call.denoiser.exit is not None:
+            return False
+        return stack is trunk_end(stack, call)
 
     def _leave_trunk(self, call: Call, outputs: Streams) -> Streams | None:
         changed = None

@@ -90,6 +90,7 @@ class Call:
         "skipping",
         "step",
         "trunk_entered",
+        "trunk_left",
     )
 
     def __init__(
@@ -110,6 +111,7 @@ class Call:
         self.replaced = False
         self.runs: dict[int, StackRun] = {}
         self.trunk_entered = False
+        self.trunk_left = False
         self.residuals: dict[int, dict[str, torch.Tensor | None]] | None = None
         self.step: Step
         self.branch: Branch
@@ -121,6 +123,14 @@ class Call:
             return self.kwargs[name]
         position = self.denoiser.arguments.get(name)
         return self.args[position] if position is not None and position < len(self.args) else None
+
+    def set_argument(self, name: str, value: Any) -> None:
+        """Replace the denoiser's argument `name`."""
+        position = self.denoiser.arguments.get(name)
+        if name not in self.kwargs and position is not None and position < len(self.args):
+            self.args = (*self.args[:position], value, *self.args[position + 1 :])
+        else:
+            self.kwargs = {**self.kwargs, name: value}
 
     @property
     def can_skip(self) -> bool:

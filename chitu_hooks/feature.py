@@ -98,7 +98,10 @@ class Feature:
         return None
 
     def trunk_out(self, call: Call, streams: Streams) -> Streams | None:
-        """At the exit of the last block called: role -> (B, S, C) tensor. May return other streams."""
+        """At the exit of the last block called, or of the trunk if the map has an `exit`: role -> (B, S, C) tensor.
+
+        May return other streams.
+        """
         return None
 
     def block_in(self, call: Call, block: BlockSite, inputs: BlockInputs) -> Streams | None:
@@ -123,6 +126,17 @@ class Feature:
 
         Returns:
             The (B, S, H, D) output, or None to leave the call as it is, bit for bit.
+        """
+        return None
+
+    def attention_with_lse(
+        self, q_BSHD: torch.Tensor, k_BTHD: torch.Tensor, v_BTHD: torch.Tensor, ctx: AttentionContext
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """`attention` on a part of the keys, for a feature further out that puts the parts together. Without a mask.
+
+        Returns:
+            The (B, S, H, D) output and the float32 (B, H, S) log of the sums of exp(scale q·k), or None to leave the part
+            to torch. A feature that overrides `attention` and not this is refused where parts are asked for.
         """
         return None
 

@@ -32,6 +32,8 @@ class Active(threading.local):
         """The features of the attention seam, read by traced code: None outside a hooked denoiser."""
         self.frame: Any = None
         """The processor call that is underway, see `attention.Frame`."""
+        self.layout: Any = None
+        """How tokens are spread over ranks in the trunk that is underway, for traced code; set by the feature that does it."""
         self.cache_context: str | None = None
         """Name of the `cache_context` that the pipeline has entered."""
 
@@ -117,14 +119,17 @@ class Generation:
     """One ``pipe(...)`` call.
 
     Attributes:
+        args, kwargs: what the pipeline was called with.
         scheduler: the scheduler that the pipeline had when the generation began.
         order: model evaluations per step of the scheduler.
         branches: every branch seen since the schedule was set.
         notes: things the report should say about this generation, each once.
     """
 
-    def __init__(self, pipe: Any) -> None:
+    def __init__(self, pipe: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
         self.pipe = pipe
+        self.args = args
+        self.kwargs = kwargs or {}
         self.thread = threading.get_ident()
         self.paused = False
         """In a callback of the user: what runs there, a sibling that shares the denoiser say, is not this generation."""

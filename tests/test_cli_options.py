@@ -23,7 +23,8 @@ FEATURES = ["--attention", "--cache", "--cache-arg"]
 OPTIONS = {
     "run": [
         "--prompt", "--prompts", "--negative-prompt", "--steps", "--guidance", "--height", "--width", "--seed",
-        "--num-images", "--image", "--mask", "--num-frames", "--fps", "--set", *MODEL, *FEATURES, "--output",
+        "--num-images", "--image", "--mask", "--num-frames", "--fps", "--set", *MODEL, *FEATURES, "--nproc",
+        "--cfg-parallel", "--ulysses", "--ring", "--gather", "--output",
     ],
     "verify": [
         *MODEL, "--prompt", "--negative-prompt", "--steps", "--guidance", "--height", "--width", "--seed", "--image",

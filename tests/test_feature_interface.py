@@ -26,6 +26,8 @@ METHODS = {
     "block_out": "(self, call: 'Call', block: 'BlockSite', outputs: 'Streams') -> 'Streams | None'",
     "attention": "(self, q_BSHD: 'torch.Tensor', k_BTHD: 'torch.Tensor', v_BTHD: 'torch.Tensor', "
     "ctx: 'AttentionContext') -> 'torch.Tensor | None'",
+    "attention_with_lse": "(self, q_BSHD: 'torch.Tensor', k_BTHD: 'torch.Tensor', v_BTHD: 'torch.Tensor', "
+    "ctx: 'AttentionContext') -> 'tuple[torch.Tensor, torch.Tensor] | None'",
     "end": "(self, generation: 'Generation') -> 'None'",
     "report": "(self) -> 'dict[str, Any]'",
 }
@@ -95,9 +97,13 @@ def test_fields_of_hook_maps() -> None:
         "stacks",
         "conditioning",
         "guidance",
+        "exit",
+        "trunk_arguments",
         "source",
     ]
-    assert [field.name for field in dataclasses.fields(Stack)] == ["path", "streams", "returns", "order", "refiner"]
+    assert [field.name for field in dataclasses.fields(Stack)] == [
+        *("path", "streams", "returns", "order", "refiner", "aligned"),
+    ]
     hook_map = HookMap("x", ("X",))
     with pytest.raises(dataclasses.FrozenInstanceError):
         hook_map.name = "y"  # type: ignore[misc]

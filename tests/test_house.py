@@ -52,7 +52,7 @@ PUBLIC = {
         *("Generation", "GenerationError", "Handle", "HookMap", "HookMapError", "Order", "PatchError", "Refusal"),
         *("RefusedError", "Report", "Sites", "Stack", "Step", "StepCall", "Streams", "load_hook_map", "patch"),
     },
-    "chitu_diffusion": {"ChituError", "Feature", "Handle", "HookMap", "Stack", "Static", "patch"},
+    "chitu_diffusion": {"ChituError", "Feature", "Handle", "HookMap", "Parallel", "Stack", "Static", "patch"},
 }
 
 

@@ -131,6 +131,17 @@ class NamedAttention(AttentionFeature):
             refuse(layer, refusal, torch.compiler.is_compiling())
         return self.kernel.run(q_BSHD, k_BTHD, v_BTHD, mask, ctx.causal, ctx.scale)
 
+    def attention_with_lse(
+        self, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, ctx: AttentionContext
+    ) -> tuple[Tensor, Tensor]:
+        if not self.kernel.returns_lse:
+            layer = ctx.site.path if ctx.site is not None else "an attention layer"
+            reason = (
+                f"{self.kernel.name} gives no log-sum-exp, by which attention over parts of the keys is put together"
+            )
+            refuse(layer, reason, torch.compiler.is_compiling())
+        return self.kernel.run_with_lse(q_BSHD, k_BTHD, v_BTHD, ctx.scale)
+
     def report(self) -> dict[str, Any]:
         told: dict[str, Any] = {"kernel": self.kernel.name, "layers": len(self.layers)}
         ran = {path for paths in self.seen.values() for path in paths}
@@ -203,6 +214,21 @@ class AutoAttention(AttentionFeature):
         if ctx.backend is not None:
             return None
         mask = broadcast_mask(q_BSHD, k_BTHD, ctx.mask)
+        kernel = self._kernel(q_BSHD, k_BTHD, v_BTHD, mask, ctx)
+        return None if kernel is None else kernel.run(q_BSHD, k_BTHD, v_BTHD, mask, ctx.causal, ctx.scale)
+
+    def attention_with_lse(
+        self, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, ctx: AttentionContext
+    ) -> tuple[Tensor, Tensor] | None:
+        kernel = self._kernel(q_BSHD, k_BTHD, v_BTHD, None, ctx)
+        if kernel is None or not kernel.returns_lse:
+            return None
+        return kernel.run_with_lse(q_BSHD, k_BTHD, v_BTHD, ctx.scale)
+
+    def _kernel(
+        self, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Any, ctx: AttentionContext
+    ) -> Kernel | None:
+        """The kernel for this call; None leaves it as it is."""
         call = real_call(q_BSHD, k_BTHD, v_BTHD, mask, ctx)
         tokens = self.bucket(min(q_BSHD.shape[1], k_BTHD.shape[1])) if self.buckets else 0
         if torch.compiler.is_compiling():
@@ -210,9 +236,7 @@ class AutoAttention(AttentionFeature):
         else:
             name = self.decide(call, tokens)[0]
             self.saw(call, ctx)
-        if name is None:
-            return None
-        return self.loaded[name].run(q_BSHD, k_BTHD, v_BTHD, mask, ctx.causal, ctx.scale)
+        return None if name is None else self.loaded[name]
 
     def report(self) -> dict[str, Any]:
         told: dict[str, Any] = {"layers": len(self.layers)}

@@ -13,7 +13,7 @@ import typer
 from .adapt import adapt
 from .bench import register
 from .env import env
-from .group import Group
+from .group import Group, is_rank
 from .inspect import inspect
 from .intake import intake
 from .run import run
@@ -61,6 +61,10 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with contextlib.suppress(ValueError, AttributeError):  # not the main thread, or no such signal here
         signal.signal(signal.SIGTERM, _terminated)
+    if is_rank():
+        from chitu_diffusion.parallel.launch import end_with_launcher
+
+        end_with_launcher()
     app()
 
 
