@@ -95,9 +95,13 @@ def test_fields_of_hook_maps() -> None:
         "stacks",
         "conditioning",
         "guidance",
+        "exit",
+        "trunk_arguments",
         "source",
     ]
-    assert [field.name for field in dataclasses.fields(Stack)] == ["path", "streams", "returns", "order", "refiner"]
+    assert [field.name for field in dataclasses.fields(Stack)] == [
+        *("path", "streams", "returns", "order", "refiner", "aligned"),
+    ]
     hook_map = HookMap("x", ("X",))
     with pytest.raises(dataclasses.FrozenInstanceError):
         hook_map.name = "y"  # type: ignore[misc]
