@@ -19,19 +19,17 @@ def test_inferred_stacks_are_those_read_from_the_model(name: str) -> None:
         assert handle.hook_map.source == "inferred"
         assert {stack.path for stack in handle.sites.stacks} == set(STACKS[name])
         assert all(stack.returns is None for stack in handle.sites.stacks)
-        run(name, pipe, steps=1)
-        assert len(calls) == ALL[name].branches, "inference costs no extra call"
+        run(name, pipe, steps=2)
+        assert len(calls) == 2 * ALL[name].branches, "inference costs no extra call"
         assert {stack.path: stack.returns for stack in handle.sites.stacks} == STACKS[name]
-        unknown = [path for path, returns in STACKS[name].items() if returns is None]
-        assert len(handle.report().notes) == len(unknown)
-        assert all(path in note for path, note in zip(unknown, handle.report().notes))
+        assert not handle.report().notes
 
 
 @pytest.mark.parametrize("name", STACKS)
 def test_long_stacks_are_inferred_alike(name: str) -> None:
     pipe = build(name, layers=5)
     with patch(pipe, [Watch()]) as handle:
-        run(name, pipe, steps=1)
+        run(name, pipe, steps=2)
         assert {stack.path: stack.returns for stack in handle.sites.stacks} == STACKS[name]
 
 
