@@ -49,7 +49,7 @@ def test_the_page_is_made_from_the_data() -> None:
     assert (DOCS / "models.json").read_text(encoding="utf-8") == report.as_json(published())
 
 
-@pytest.mark.parametrize("model", [Bare("CogVideoXTransformer3DModel"), Whole("", "", "flux")], ids=ids)
+@pytest.mark.parametrize("model", [Bare("AllegroTransformer3DModel"), Whole("", "", "flux")], ids=ids)
 def test_a_broken_seam_shows(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     trial = modes.Trial(model)
     assert modes.outcome("attention", trial) == modes.WORKS
