@@ -14,7 +14,7 @@ import torch
 
 from . import infer
 from .call import BlockInputs, Call, StackRun
-from .errors import GenerationError, HookMapError
+from .errors import GenerationError, HookMapError, RefusedError
 from .state import ACTIVE, Streams
 
 if TYPE_CHECKING:
@@ -49,11 +49,15 @@ class BlockSeam:
         if call is None or call.engine is not self.engine:
             return rest(*args, **kwargs)
         stack = block.stack
+        call.block_calls += 1
         run = call.runs.get(stack.number)
         if run is None:
-            run = call.runs[stack.number] = StackRun()
+            run = call.runs[stack.number] = StackRun(call.block_calls)
         run.last_index = block.index
+        run.last_at = call.block_calls
         if stack.returns is None:
+            if stack.tries >= infer.GIVE_UP_AFTER:
+                return rest(*args, **kwargs)
             return self._unresolved(block, run, call, rest, args, kwargs)
         last = call.branch.last_called.get(stack.number)
         if (
@@ -104,8 +108,11 @@ class BlockSeam:
             return
         branch.computed += 1
         branch.signature = call.signature
+        for number in call.runs:
+            call.denoiser.stacks[number].tries += call.denoiser.stacks[number].returns is None
         called = {number: run.last_index for number, run in call.runs.items()}
         if self.keeps_residuals:
+            refuse_turns(call)
             for number in list(branch.residuals):
                 known = branch.last_called.get(number)
                 moved = known is not None and called.get(number) != known
@@ -226,6 +233,22 @@ class BlockSeam:
             call.branch.residuals[block.stack.number] = residual(run.entry or {}, unpack(result, block.stack))
             run.exited = True
         return result
+
+
+def refuse_turns(call: Call) -> None:
+    """Raise if two stacks take turns, such as spatial and temporal blocks: what one adds goes into what the other adds.
+
+    A stack that runs between two blocks of another is none of those: the outer one's residual holds what it adds.
+    """
+    runs = [(number, run) for number, run in call.runs.items() if run.exited]
+    for number, run in runs:
+        for other, later in runs:
+            if run.first_at < later.first_at < run.last_at < later.last_at:
+                stacks = call.denoiser.stacks
+                raise RefusedError(
+                    f"{call.denoiser.name}: the blocks of {stacks[number].path!r} and {stacks[other].path!r} take turns, so "
+                    "neither stack can be skipped as a whole; run this pipeline without a cache"
+                )
 
 
 def trunk_end(stack: StackSite, call: Call) -> StackSite:

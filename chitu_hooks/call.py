@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 class StackRun:
     """What one stack has gone through in the call that is underway."""
 
-    __slots__ = ("entry", "exited", "last_index", "probe")
+    __slots__ = ("entry", "exited", "first_at", "last_at", "last_index", "probe")
 
-    def __init__(self) -> None:
+    def __init__(self, first_at: int = 0) -> None:
         self.entry: Streams | None = None
         self.last_index = -1
+        self.first_at = self.last_at = first_at
+        """Among the block calls of the denoiser call, the number of this stack's first and last."""
         self.exited = False
         self.probe: Any = None
         """Inputs and outputs of the block before, while the stack is being inferred."""
@@ -77,6 +79,7 @@ class Call:
 
     __slots__ = (
         "args",
+        "block_calls",
         "branch",
         "denoiser",
         "engine",
@@ -110,6 +113,7 @@ class Call:
         self.skipping = False
         self.replaced = False
         self.runs: dict[int, StackRun] = {}
+        self.block_calls = 0
         self.trunk_entered = False
         self.trunk_left = False
         self.residuals: dict[int, dict[str, torch.Tensor | None]] | None = None

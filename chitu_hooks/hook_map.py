@@ -18,12 +18,13 @@ import runpy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from .errors import HookMapError, nearest
 
 ROLES = ("image", "text", "joint")
 """*image* and *text*: tokens of one kind. *joint*: both in one tensor."""
+GUIDANCE = ("batched", "sequential", "embedded", "unknown")
 ALIGNED = re.compile(r"(image|text|joint)(?:@(\d)(?::(\d))?)?")
 """Form of a value of `Stack.aligned`."""
 
@@ -55,6 +56,7 @@ class Stack:
     """
 
     def __post_init__(self) -> None:
+        _check_tuples(f"stack {self.path!r}", returns=self.returns, order=self.order)
         for key, value in (self.aligned or {}).items():
             if not ALIGNED.fullmatch(value):
                 raise HookMapError(
@@ -93,6 +95,29 @@ class HookMap:
     """Denoiser arguments that are added to the image or the joint stream between blocks: lists or dicts of (B, S, C)."""
     source: Literal["explicit", "registry", "inferred"] = field(default="explicit", compare=False)
     """How this map came to be used; set by `find`."""
+
+    def __post_init__(self) -> None:
+        name = f"hook map {self.name!r}"
+        _check_tuples(
+            name,
+            pipelines=self.pipelines,
+            denoisers=self.denoisers,
+            conditioning=self.conditioning,
+            trunk_arguments=self.trunk_arguments,
+        )
+        if self.guidance not in GUIDANCE:
+            raise HookMapError(f"{name}: guidance is {self.guidance!r}{nearest(str(self.guidance), GUIDANCE)}")
+        paths = [stack.path for stack in self.stacks or ()]
+        twice = next((path for path in paths if paths.count(path) > 1), None)
+        if twice is not None:
+            raise HookMapError(f"{name} has the stack {twice!r} {paths.count(twice)} times; name it once")
+
+
+def _check_tuples(where: str, **fields: Any) -> None:
+    """Raise where somebody wrote ``("image")``, which is a word and would be read letter by letter."""
+    for name, value in fields.items():
+        if isinstance(value, str):
+            raise HookMapError(f"{where}: {name} is the word {value!r}; write a tuple, ({value!r},)")
 
 
 def load_hook_map(path: str | Path) -> HookMap:

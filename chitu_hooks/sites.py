@@ -45,6 +45,8 @@ class StackSite:
     refiner: bool = False
     order: tuple[str, ...] = ("text", "image")
     aligned: Mapping[str, str] | None = None
+    tries: int = 0
+    """Computed calls in which the streams could not be inferred."""
 
     @property
     def last(self) -> int:
@@ -53,7 +55,7 @@ class StackSite:
 
 @dataclass(eq=False)
 class AttentionSite:
-    """A module that owns an attention processor."""
+    """A module that owns an attention processor, or computes attention by itself."""
 
     path: str
     module: nn.Module
@@ -61,7 +63,8 @@ class AttentionSite:
     layer: torch.Tensor
     """0-d int64 tensor with the number of the layer, so that traced code can tell layers apart without a graph each."""
     reachable: bool = True
-    """False if the processor calls neither `dispatch_attention_fn` nor `scaled_dot_product_attention`."""
+    """False if the processor calls neither `dispatch_attention_fn` nor `scaled_dot_product_attention`, or if there is none:
+    the module computes attention in its own code."""
 
 
 @dataclass(eq=False)
@@ -240,8 +243,15 @@ def _follow(denoiser: DenoiserSite, path: str, hook_map: HookMap) -> nn.ModuleLi
     return module
 
 
+def attends(module: nn.Module) -> bool:
+    """Whether `module` computes attention, through a processor or by itself."""
+    from .processors import reaches_attention
+
+    return callable(getattr(module, "processor", None)) or reaches_attention(type(module))
+
+
 def _attention_sites(root: nn.Module, owners: dict[int, StackSite]) -> list[AttentionSite]:
-    """Every module below `root` with an attention processor, in the order of the module tree."""
+    """Every module below `root` that computes attention, in the order of the module tree."""
     from .processors import reaches_attention
 
     sites: list[AttentionSite] = []
@@ -249,12 +259,12 @@ def _attention_sites(root: nn.Module, owners: dict[int, StackSite]) -> list[Atte
     def visit(module: nn.Module, path: str, stack: StackSite | None) -> None:
         stack = owners.get(id(module), stack)
         processor = getattr(module, "processor", None)
-        if callable(processor):
-            sites.append(
-                AttentionSite(path, module, stack, torch.tensor(len(sites)), reaches_attention(type(processor)))
-            )
+        if attends(module):
+            reachable = callable(processor) and reaches_attention(type(processor))
+            sites.append(AttentionSite(path, module, stack, torch.tensor(len(sites)), reachable))
         for name, child in module.named_children():
-            visit(child, f"{path}.{name}" if path else name, stack)
+            if child is not processor:  # some processors are modules, with weights of their own
+                visit(child, f"{path}.{name}" if path else name, stack)
 
     visit(root, "", None)
     return sites
