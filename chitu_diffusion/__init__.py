@@ -15,9 +15,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from chitu_hooks import ChituError, Feature, Handle, HookMap, Stack
+    from chitu_hooks import ChituError, Feature, HookMap, Stack
 
-    from .api import patch
+    from .api import Handle, patch
     from .flexcache import EasyCache, FBCache, MagCache, Static, TaylorSeer
 
 __all__ = [
@@ -38,9 +38,9 @@ __version__ = "0.1.0.dev0"
 # Each name is imported when it is first asked for: the command line is in this package too, and has to show its help at
 # once and to describe an environment in which diffusers cannot be imported.
 _HOMES = {
-    **dict.fromkeys(("ChituError", "Feature", "Handle", "HookMap", "Stack"), "chitu_hooks"),
+    **dict.fromkeys(("ChituError", "Feature", "HookMap", "Stack"), "chitu_hooks"),
     **dict.fromkeys(("EasyCache", "FBCache", "MagCache", "Static", "TaylorSeer"), "chitu_diffusion.flexcache"),
-    "patch": "chitu_diffusion.api",
+    **dict.fromkeys(("Handle", "patch"), "chitu_diffusion.api"),
 }
 
 

@@ -12,6 +12,8 @@ import yaml
 from chitu_hooks import HookMap, PatchError, Refusal, Sites
 from chitu_hooks.errors import nearest
 
+from .schedule import SCHEDULES
+
 NEED_NONE = ("static", "fbcache", "easycache", "taylorseer")
 """Strategies that work on any model without constants."""
 
@@ -90,8 +92,6 @@ def published_schedule(name: str) -> tuple[int, tuple[int, ...]]:
     """
     schedules = all_schedules()
     if name not in schedules:
-        from .params import SCHEDULES
-
         known = (*SCHEDULES, *schedules)
         raise PatchError(f"static: no schedule {name!r}{nearest(name, known)}")
     entry = schedules[name]

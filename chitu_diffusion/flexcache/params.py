@@ -13,6 +13,9 @@ import yaml
 from chitu_hooks import PatchError
 from chitu_hooks.errors import nearest
 
+from .constants import published_schedule
+from .schedule import SCHEDULES
+
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
@@ -64,10 +67,6 @@ class Params:
             )
 
 
-SCHEDULES = ("uniform", "growing")
-"""Schedules that are made for any number of steps and any budget."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Static(Params):
     """Compute the given steps; at the others skip the trunk and add the residual of the computed ones.
@@ -97,6 +96,8 @@ class Static(Params):
                     f"{self.strategy}: budget, the number of steps to compute, belongs to {' and '.join(SCHEDULES)}; "
                     f"got steps={self.steps!r} and budget={self.budget!r}"
                 )
+            if self.budget is None:
+                published_schedule(self.steps)
             return
         if self.budget is not None:
             raise PatchError(f"{self.strategy}: budget belongs to {' and '.join(SCHEDULES)}, not to a list of steps")

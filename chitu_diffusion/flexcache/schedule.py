@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+SCHEDULES = ("uniform", "growing")
+"""Schedules that are made for any number of steps and any budget."""
+
 
 def uniform(budget: int, steps: int) -> tuple[int, ...]:
     """`budget` positions of `steps`, evenly spread from the first to the last."""
