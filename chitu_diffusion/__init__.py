@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from chitu_hooks import ChituError, Feature, HookMap, Stack
 
     from .api import Handle, patch
-    from .flexcache import EasyCache, FBCache, MagCache, Static, TaylorSeer
+    from .flexcache import EasyCache, FBCache, MagCache, Static, TaylorSeer, TeaCache
 
 __all__ = [
     "ChituError",
@@ -31,6 +31,7 @@ __all__ = [
     "Stack",
     "Static",
     "TaylorSeer",
+    "TeaCache",
     "patch",
 ]
 __version__ = "0.1.0.dev0"
@@ -39,7 +40,9 @@ __version__ = "0.1.0.dev0"
 # once and to describe an environment in which diffusers cannot be imported.
 _HOMES = {
     **dict.fromkeys(("ChituError", "Feature", "HookMap", "Stack"), "chitu_hooks"),
-    **dict.fromkeys(("EasyCache", "FBCache", "MagCache", "Static", "TaylorSeer"), "chitu_diffusion.flexcache"),
+    **dict.fromkeys(
+        ("EasyCache", "FBCache", "MagCache", "Static", "TaylorSeer", "TeaCache"), "chitu_diffusion.flexcache"
+    ),
     **dict.fromkeys(("Handle", "patch"), "chitu_diffusion.api"),
 }
 

@@ -228,6 +228,7 @@ class BlockSeam:
     def _enter_stack(self, block: BlockSite, run: StackRun, call: Call, inputs: BlockInputs) -> None:
         stack = block.stack
         if self.trunk_in and not call.trunk_entered and not stack.refiner:
+            call.entry = inputs
             streams = inputs.streams()
             for feature in self.trunk_in:
                 streams = feature.trunk_in(call, streams) or streams

@@ -83,6 +83,7 @@ class Call:
         output: what the denoiser returned; `sample` is its first tensor.
         skipping: the trunk is being skipped.
         spans: the blocks that are left out when the trunk is skipped.
+        entry: the arguments of the trunk's first block, from `Feature.trunk_in` on.
         replaced: the denoiser did not run at all.
     """
 
@@ -91,6 +92,7 @@ class Call:
         "branch",
         "denoiser",
         "engine",
+        "entry",
         "generation",
         "kwargs",
         "output",
@@ -121,6 +123,7 @@ class Call:
         self.skipping = False
         self.replaced = False
         self.spans = NOTHING
+        self.entry: BlockInputs | None = None
         self.runs: dict[int, StackRun] = {}
         self.trunk_entered = False
         self.residuals: dict[int, dict[str, torch.Tensor | None]] | None = None
@@ -143,7 +146,7 @@ class Call:
     def skip_trunk(self, residuals: dict[int, dict[str, torch.Tensor | None]] | None = None) -> None:
         """Skip the trunk in this call, but for its front and back blocks: what is left out adds the residual.
 
-        To be called in `Feature.denoiser_in` or `Feature.front_out`.
+        To be called in `Feature.denoiser_in`, `trunk_in` or `front_out`.
 
         Args:
             residuals: stack number -> role -> tensor shaped like the stream, in place of `Branch.residuals`, a forecast

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from chitu_diffusion import EasyCache, FBCache, MagCache, Static, TaylorSeer
+from chitu_diffusion import EasyCache, FBCache, MagCache, Static, TaylorSeer, TeaCache
 from chitu_diffusion.flexcache import Params
 from chitu_hooks import Feature, Order
 
@@ -22,6 +22,7 @@ ACTS: dict[str, Params] = {
     "fbcache back": FBCache(threshold=50.0, back=1, order=1, max_consecutive=2),
     "magcache": MagCache(ratios=RATIOS),
     "easycache": EasyCache(threshold=50.0, warmup=3),
+    "teacache": TeaCache(threshold=5.0, coefficients=(1.0, 0.0)),
     "taylorseer": TaylorSeer(order=2, interval=3),
     "taylorseer feature": TaylorSeer(order=1, interval=3, on="feature"),
 }
@@ -34,6 +35,7 @@ EXACT: dict[str, Params] = {
     "fbcache": FBCache(threshold=0.0, order=1),
     "magcache": MagCache(threshold=0.0, ratios=RATIOS),
     "easycache": EasyCache(threshold=0.0, warmup=1, cooldown=0),
+    "teacache": TeaCache(threshold=0.0, coefficients=(1.0, 0.0), cooldown=0),
     "taylorseer": TaylorSeer(interval=1, order=2),
     "taylorseer feature": TaylorSeer(interval=1, on="feature"),
     "warmup": FBCache(threshold=50.0, warmup=STEPS),

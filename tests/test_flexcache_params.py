@@ -99,6 +99,7 @@ WORDS: dict[str, list[str]] = {
     "fbcache": ["threshold=50", "front=2", "back=1", "max_consecutive=2"],
     "magcache": ["ratios=1,1,1,1,1,1,1,1,1", "retention=0.1"],
     "easycache": ["threshold=50", "warmup=2"],
+    "teacache": ["coefficients=1.0,0.0", "threshold=50"],
     "taylorseer": ["interval=3", "order=2", "on=feature"],
 }
 

@@ -11,7 +11,7 @@ from caches import STEPS, Log
 from tiny import ALL, build, run
 from torch import nn
 
-from chitu_diffusion import EasyCache, FBCache, MagCache, Static, TaylorSeer, patch
+from chitu_diffusion import EasyCache, FBCache, MagCache, Static, TaylorSeer, TeaCache, patch
 from chitu_diffusion.flexcache.schedule import growing, stretched, uniform
 
 pytestmark = pytest.mark.filterwarnings("ignore::chitu_hooks.ChituWarning")
@@ -223,6 +223,36 @@ def test_easycache(name: str) -> None:
         result = run(name, pipe, STEPS)
     assert [skipped for *_, skipped in log.calls] == decisions
     assert 0 < sum(decisions) < (STEPS - 4) * ALL[name].branches + 1
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize(("name", "threshold"), [("wan", 0.15), ("pixart", 0.4)])
+def test_teacache(name: str, threshold: float) -> None:
+    """Official pseudocode, with the trunk's input as the signal; the previous signal is that of every step."""
+    decisions: list[bool] = []
+
+    def algorithm(m: dict[str, Any], position: int, compute: Any, args: Any, kwargs: Any) -> Any:
+        x = image(args, kwargs).clone()
+        if m and position < STEPS - 1:
+            changes = (x - m["x"]).abs().sum((1, 2)) / m["x"].abs().sum((1, 2))
+            m["acc"] = m["acc"] + 2.0 * changes**2 + 0.5 * changes
+            skip = bool(m["acc"].max() < threshold)
+        else:
+            skip = False
+        m["x"] = x
+        decisions.append(skip)
+        if skip:
+            return x + m["r"]
+        result = compute(0, 4, args, kwargs)
+        m.update(r=result - x, acc=0)
+        return result
+
+    expected = reference(name, algorithm, PATHS[name])
+    pipe, log = build(name, 4), Log()
+    with patch(pipe, cache=TeaCache(threshold=threshold, coefficients=(2.0, 0.5, 0.0)), features=(log,)):
+        result = run(name, pipe, STEPS)
+    assert [skipped for *_, skipped in log.calls] == decisions
+    assert 0 < log.hits < len(decisions) - 2 * ALL[name].branches
     assert torch.equal(result, expected)
 
 

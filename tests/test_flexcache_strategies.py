@@ -142,7 +142,9 @@ def test_batches(name: str, label: str) -> None:
     pipe = build(name)
     with patch(pipe, cache=params) as handle:
         both = next(iter(pipe(**kwargs).values()))
-        assert handle.report().features[0]["batch_coupled"] == (label.split()[0] in ("fbcache", "easycache"))
+        assert handle.report().features[0]["batch_coupled"] == (
+            label.split()[0] in ("fbcache", "easycache", "teacache")
+        )
         assert handle.report().features[0]["hits"] > 0
     assert not torch.equal(both[0], both[1])
 
@@ -186,7 +188,7 @@ def test_a_cache_that_never_hits_warns() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
-@pytest.mark.parametrize("label", ["fbcache", "easycache"])
+@pytest.mark.parametrize("label", ["fbcache", "easycache", "teacache"])
 def test_distances_of_zero_or_nan_compute_and_are_told(label: str, value: float) -> None:
     """As from a front block that adds nothing, or an overflow: nobody knows what the rest would do."""
     pipe, log = build("flux"), Log()

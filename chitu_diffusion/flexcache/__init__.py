@@ -2,7 +2,7 @@
 
 from .calibrate import calibrate
 from .flops import FlopCount, Ledger, count_flops
-from .params import EasyCache, FBCache, MagCache, Params, Static, TaylorSeer, make_params
+from .params import EasyCache, FBCache, MagCache, Params, Static, TaylorSeer, TeaCache, make_params
 from .strategy import Strategy, make_strategy
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Static",
     "Strategy",
     "TaylorSeer",
+    "TeaCache",
     "calibrate",
     "count_flops",
     "make_params",

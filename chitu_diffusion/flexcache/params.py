@@ -227,7 +227,39 @@ class TaylorSeer(Params):
         self._word("on", ("residual", "feature"))
 
 
-PARAMS: dict[str, type[Params]] = {cls.strategy: cls for cls in (Static, FBCache, MagCache, EasyCache, TaylorSeer)}
+@dataclass(frozen=True, kw_only=True)
+class TeaCache(Params):
+    """Skip while the predicted change of the trunk's output adds up to less than a threshold.
+
+    Liu et al. 2024, https://arxiv.org/abs/2411.19108: a polynomial, fitted for each model, of the relative change of the first
+    block's modulated input. Where none is published, `chitu calibrate` fits one to the trunk's input.
+    """
+
+    strategy: ClassVar[str] = "teacache"
+
+    threshold: float = 0.25
+    """Compute once the accumulated predicted change reaches this; 0 computes all."""
+    cooldown: int = 1
+    """Positions at the end that are always computed, at least 0."""
+    coefficients: tuple[float, ...] | None = None
+    """Polynomial of the relative change of the trunk's input, highest power first; None takes it from `constants`, else
+    the published one of this model with the signal that it was fitted for."""
+    constants: str | None = None
+    """File that `chitu calibrate` wrote."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._number("threshold")
+        if self.coefficients is not None:
+            given = self.coefficients if isinstance(self.coefficients, (tuple, list)) else (self.coefficients,)
+            if not given or not all(isinstance(c, (int, float)) and math.isfinite(c) for c in given):
+                raise PatchError(f"teacache: coefficients are finite numbers, not {self.coefficients!r}")
+            object.__setattr__(self, "coefficients", tuple(float(c) for c in given))
+
+
+PARAMS: dict[str, type[Params]] = {
+    cls.strategy: cls for cls in (Static, FBCache, MagCache, EasyCache, TaylorSeer, TeaCache)
+}
 """Strategy name -> its parameters."""
 
 

@@ -14,6 +14,7 @@ from .fbcache import FBCacheStrategy
 from .magcache import MagCacheStrategy
 from .static import StaticStrategy
 from .taylorseer import taylorseer
+from .teacache import TeaCacheStrategy
 
 STRATEGIES: dict[str, Callable[[Any], Strategy]] = {
     "static": StaticStrategy,
@@ -21,6 +22,7 @@ STRATEGIES: dict[str, Callable[[Any], Strategy]] = {
     "magcache": MagCacheStrategy,
     "easycache": EasyCacheStrategy,
     "taylorseer": taylorseer,
+    "teacache": TeaCacheStrategy,
 }
 """Strategy name -> what makes it from its params."""
 
