@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from chitu_hooks import ChituError, Feature, HookMap, Stack
 
     from .api import Handle, patch
-    from .flexcache import EasyCache, FBCache, MagCache, Static, TaylorSeer, TeaCache
+    from .flexcache import EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer, TeaCache
 
 __all__ = [
     "ChituError",
@@ -28,6 +28,7 @@ __all__ = [
     "Handle",
     "HookMap",
     "MagCache",
+    "MeanCache",
     "Stack",
     "Static",
     "TaylorSeer",
@@ -41,7 +42,8 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     **dict.fromkeys(("ChituError", "Feature", "HookMap", "Stack"), "chitu_hooks"),
     **dict.fromkeys(
-        ("EasyCache", "FBCache", "MagCache", "Static", "TaylorSeer", "TeaCache"), "chitu_diffusion.flexcache"
+        ("EasyCache", "FBCache", "MagCache", "MeanCache", "Static", "TaylorSeer", "TeaCache"),
+        "chitu_diffusion.flexcache",
     ),
     **dict.fromkeys(("Handle", "patch"), "chitu_diffusion.api"),
 }

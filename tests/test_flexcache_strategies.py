@@ -128,7 +128,8 @@ def test_two_experts(label: str) -> None:
         assert torch.equal(variant.call(), result)
         calls = handle.report().branches
     assert {name.split("/")[0] for name in calls} == {"transformer", "transformer_2"}
-    assert all(c["computed"] >= 1 for c in calls.values()), "each expert computes before it skips"
+    if label != "meancache":  # it holds the velocity that the scheduler gets, whichever expert it came from
+        assert all(c["computed"] >= 1 for c in calls.values()), "each expert computes before it skips"
     assert any(c["skipped"] + c["replaced"] for c in calls.values())
     assert not torch.equal(result, stock)
 

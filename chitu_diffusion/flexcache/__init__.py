@@ -2,7 +2,7 @@
 
 from .calibrate import calibrate
 from .flops import FlopCount, Ledger, count_flops
-from .params import EasyCache, FBCache, MagCache, Params, Static, TaylorSeer, TeaCache, make_params
+from .params import EasyCache, FBCache, MagCache, MeanCache, Params, Static, TaylorSeer, TeaCache, make_params
 from .strategy import Strategy, make_strategy
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "FlopCount",
     "Ledger",
     "MagCache",
+    "MeanCache",
     "Params",
     "Static",
     "Strategy",

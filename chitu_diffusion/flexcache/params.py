@@ -68,27 +68,21 @@ class Params:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Static(Params):
-    """Compute the given steps; at the others skip the trunk and add the residual of the computed ones.
+class Scheduled(Params):
+    """Parameters of strategies that know before the run which positions are computed.
 
-    Needs no data of the batch, so nothing waits for the device. Published schedules (LeMiCa, https://arxiv.org/abs/2511.00090;
-    MeanCache, https://arxiv.org/abs/2601.19961) are asked for by name, see ``adapters/data``.
+    Published schedules (LeMiCa, https://arxiv.org/abs/2511.00090; MeanCache, https://arxiv.org/abs/2601.19961) are asked for by
+    name, see ``adapters/data``. Nothing waits for the device.
     """
-
-    strategy: ClassVar[str] = "static"
 
     steps: tuple[int, ...] | str
     """Schedule positions to compute, from 0; or `uniform` or `growing` (dense at the start) with a `budget`; or the name
     of a published schedule, which is stretched to the number of steps of the generation."""
     budget: int | None = None
     """For `uniform` and `growing`: positions to compute, at least 1."""
-    forecast: str = "hold"
-    """What stands for the residual at a skipped step: `hold`, the last computed one; `linear`, the line through the last
-    two."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._word("forecast", ("hold", "linear"))
         self._whole("budget", least=1, optional=True)
         if isinstance(self.steps, str):
             if (self.steps in SCHEDULES) != (self.budget is not None):
@@ -97,11 +91,45 @@ class Static(Params):
                     f"got steps={self.steps!r} and budget={self.budget!r}"
                 )
             if self.budget is None:
-                published_schedule(self.steps)
+                published_schedule(self.steps, self.strategy)
             return
         if self.budget is not None:
             raise PatchError(f"{self.strategy}: budget belongs to {' and '.join(SCHEDULES)}, not to a list of steps")
         object.__setattr__(self, "steps", checked_steps(self.strategy, self.steps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Static(Scheduled):
+    """Compute the given steps; at the others skip the trunk and add the residual of the computed ones."""
+
+    strategy: ClassVar[str] = "static"
+
+    forecast: str = "hold"
+    """What stands for the residual at a skipped step: `hold`, the last computed one; `linear`, the line through the last
+    two."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._word("forecast", ("hold", "linear"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanCache(Scheduled):
+    """Compute the given steps; between them give the scheduler the mean velocity over the gap, and run nothing.
+
+    MeanCache, https://arxiv.org/abs/2601.19961, on the guided prediction. With ``window=1`` the last prediction is held, which
+    for an Euler flow scheduler is one larger step. Inside a gap the latent is kept in float32.
+    """
+
+    strategy: ClassVar[str] = "meancache"
+
+    window: int = 1
+    """Positions back from the last computed one over which the velocity's slope is taken (K), at least 1; more than 1
+    needs an Euler flow-matching scheduler."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._whole("window", least=1)
 
 
 def checked_steps(strategy: str, given: Any) -> tuple[int, ...]:
@@ -258,7 +286,7 @@ class TeaCache(Params):
 
 
 PARAMS: dict[str, type[Params]] = {
-    cls.strategy: cls for cls in (Static, FBCache, MagCache, EasyCache, TaylorSeer, TeaCache)
+    cls.strategy: cls for cls in (Static, FBCache, MagCache, EasyCache, TaylorSeer, TeaCache, MeanCache)
 }
 """Strategy name -> its parameters."""
 

@@ -12,6 +12,7 @@ from .base import Strategy
 from .easycache import EasyCacheStrategy
 from .fbcache import FBCacheStrategy
 from .magcache import MagCacheStrategy
+from .meancache import MeanCacheStrategy
 from .static import StaticStrategy
 from .taylorseer import taylorseer
 from .teacache import TeaCacheStrategy
@@ -23,6 +24,7 @@ STRATEGIES: dict[str, Callable[[Any], Strategy]] = {
     "easycache": EasyCacheStrategy,
     "taylorseer": taylorseer,
     "teacache": TeaCacheStrategy,
+    "meancache": MeanCacheStrategy,
 }
 """Strategy name -> what makes it from its params."""
 
