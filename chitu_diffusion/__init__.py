@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from chitu_hooks import ChituError, Feature, HookMap, Stack
 
     from .api import Handle, patch
-    from .flexcache import EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer, TeaCache
+    from .flexcache import BlockDance, EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer, TeaCache
 
 __all__ = [
+    "BlockDance",
     "ChituError",
     "EasyCache",
     "FBCache",
@@ -42,7 +43,7 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     **dict.fromkeys(("ChituError", "Feature", "HookMap", "Stack"), "chitu_hooks"),
     **dict.fromkeys(
-        ("EasyCache", "FBCache", "MagCache", "MeanCache", "Static", "TaylorSeer", "TeaCache"),
+        ("BlockDance", "EasyCache", "FBCache", "MagCache", "MeanCache", "Static", "TaylorSeer", "TeaCache"),
         "chitu_diffusion.flexcache",
     ),
     **dict.fromkeys(("Handle", "patch"), "chitu_diffusion.api"),

@@ -90,7 +90,8 @@ class Branch:
 
     Attributes:
         name: the pipeline's `cache_context`, else ``branch N`` in the order of first appearance.
-        residuals: stack number -> role -> exit minus entry of the last computed call, shaped like the stream.
+        residuals: stack number -> role -> exit minus entry of the last computed call, shaped like the stream; or the exit,
+            for a feature with ``reuses = "output"``.
         last_called: stack number -> index of the last block that ran in the last computed call.
         last_inside: the same, of the blocks that can be skipped.
         signature: shapes and presence of the denoiser's arguments in the last computed call.

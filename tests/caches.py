@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from chitu_diffusion import EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer, TeaCache
+from chitu_diffusion import BlockDance, EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer, TeaCache
 from chitu_diffusion.flexcache import Params
 from chitu_hooks import Feature, Order
 
@@ -24,6 +24,7 @@ ACTS: dict[str, Params] = {
     "easycache": EasyCache(threshold=50.0, warmup=3),
     "teacache": TeaCache(threshold=5.0, coefficients=(1.0, 0.0)),
     "meancache": MeanCache(steps=(0, 1, 3, 6)),
+    "blockdance": BlockDance(begin=0.2, group=3),
     "taylorseer": TaylorSeer(order=2, interval=3),
     "taylorseer feature": TaylorSeer(order=1, interval=3, on="feature"),
 }
@@ -38,6 +39,7 @@ EXACT: dict[str, Params] = {
     "easycache": EasyCache(threshold=0.0, warmup=1, cooldown=0),
     "teacache": TeaCache(threshold=0.0, coefficients=(1.0, 0.0), cooldown=0),
     "meancache": MeanCache(steps=range(STEPS)),
+    "blockdance": BlockDance(group=1),
     "taylorseer": TaylorSeer(interval=1, order=2),
     "taylorseer feature": TaylorSeer(interval=1, on="feature"),
     "warmup": FBCache(threshold=50.0, warmup=STEPS),

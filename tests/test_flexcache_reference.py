@@ -13,7 +13,7 @@ from probes import difference
 from tiny import ALL, build, call_arguments, run
 from torch import nn
 
-from chitu_diffusion import EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer, TeaCache, patch
+from chitu_diffusion import BlockDance, EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer, TeaCache, patch
 from chitu_diffusion.flexcache.schedule import growing, stretched, uniform
 from chitu_hooks import RefusedError
 
@@ -338,6 +338,29 @@ def test_meancache_with_a_window_needs_sigmas() -> None:
         pipe.scheduler = diffusers.FlowMatchHeunDiscreteScheduler()
         with pytest.raises(RefusedError, match="FlowMatchHeunDiscreteScheduler is no"):
             run("flux", pipe, STEPS)
+
+
+@pytest.mark.parametrize("name", ["wan", "sd3", "pixart"])
+def test_blockdance(name: str) -> None:
+    """From the third position on, in groups of three: blocks 2 and 3 start from what block 1 returned."""
+
+    def algorithm(m: dict[str, Any], position: int, compute: Any, args: Any, kwargs: Any) -> Any:
+        if position in (3, 4, 6, 7, 9):
+            result = tuple(t.clone() for t in m["front"]) if isinstance(m["front"], tuple) else m["front"].clone()
+        else:
+            result = compute(0, 2, args, kwargs)
+            m["front"] = tuple(t.clone() for t in result) if isinstance(result, tuple) else result.clone()
+        args, kwargs = handed_on(result, args, kwargs)
+        return compute(2, 4, args, kwargs)
+
+    expected = reference(name, algorithm, PATHS[name])
+    pipe, log = build(name, 4), Log()
+    with patch(pipe, cache=BlockDance(boundary=0.5, begin=0.2, end=1.0, group=3), features=(log,)) as handle:
+        result = run(name, pipe, STEPS)
+        flops = handle.report().features[-1]["flops"]
+    assert log.computed() == [0, 1, 2, 5, 8]
+    assert torch.equal(result, expected)
+    assert 0.2 < flops["saved"] / flops["full"] < 0.3, "half of the blocks in half of the steps"
 
 
 def magcache_schedule(ratios: list[float], threshold: float, most: int, retention: float) -> list[int]:

@@ -45,7 +45,7 @@ PUBLIC = {
     },
     "chitu_diffusion": {
         *("ChituError", "EasyCache", "FBCache", "Feature", "Handle", "HookMap", "MagCache", "Stack", "Static"),
-        *("MeanCache", "TaylorSeer", "TeaCache", "patch"),
+        *("BlockDance", "MeanCache", "TaylorSeer", "TeaCache", "patch"),
     },
 }
 

@@ -2,10 +2,22 @@
 
 from .calibrate import calibrate
 from .flops import FlopCount, Ledger, count_flops
-from .params import EasyCache, FBCache, MagCache, MeanCache, Params, Static, TaylorSeer, TeaCache, make_params
+from .params import (
+    BlockDance,
+    EasyCache,
+    FBCache,
+    MagCache,
+    MeanCache,
+    Params,
+    Static,
+    TaylorSeer,
+    TeaCache,
+    make_params,
+)
 from .strategy import Strategy, make_strategy
 
 __all__ = [
+    "BlockDance",
     "EasyCache",
     "FBCache",
     "FlopCount",

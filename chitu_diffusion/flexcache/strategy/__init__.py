@@ -9,6 +9,7 @@ from chitu_hooks import PatchError
 
 from ..params import Params, make_params
 from .base import Strategy
+from .blockdance import BlockDanceStrategy
 from .easycache import EasyCacheStrategy
 from .fbcache import FBCacheStrategy
 from .magcache import MagCacheStrategy
@@ -25,6 +26,7 @@ STRATEGIES: dict[str, Callable[[Any], Strategy]] = {
     "taylorseer": taylorseer,
     "teacache": TeaCacheStrategy,
     "meancache": MeanCacheStrategy,
+    "blockdance": BlockDanceStrategy,
 }
 """Strategy name -> what makes it from its params."""
 
