@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from chitu_hooks import ChituError, Feature, HookMap, Stack
 
     from .api import Handle, patch
-    from .flexcache import BlockDance, EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer, TeaCache
+    from .flexcache import PAB, BlockDance, EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer, TeaCache
 
 __all__ = [
+    "PAB",
     "BlockDance",
     "ChituError",
     "EasyCache",
@@ -43,7 +44,7 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     **dict.fromkeys(("ChituError", "Feature", "HookMap", "Stack"), "chitu_hooks"),
     **dict.fromkeys(
-        ("BlockDance", "EasyCache", "FBCache", "MagCache", "MeanCache", "Static", "TaylorSeer", "TeaCache"),
+        ("BlockDance", "EasyCache", "FBCache", "MagCache", "MeanCache", "PAB", "Static", "TaylorSeer", "TeaCache"),
         "chitu_diffusion.flexcache",
     ),
     **dict.fromkeys(("Handle", "patch"), "chitu_diffusion.api"),

@@ -12,6 +12,7 @@ from .state import Branch, Generation, Step, Streams
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .feature import Feature
     from .sites import BlockSite, DenoiserSite
 
 
@@ -79,6 +80,8 @@ class Call:
     """One denoiser call: one branch of one step.
 
     Attributes:
+        attention: the features of the attention seam in this call; `Feature.denoiser_in` may put another feature in its
+            own place. Keep the tuples: compiled code is chosen by them, a graph for each.
         args, kwargs: the arguments, which features may change before the denoiser runs.
         output: what the denoiser returned; `sample` is its first tensor.
         skipping: the trunk is being skipped.
@@ -89,6 +92,7 @@ class Call:
 
     __slots__ = (
         "args",
+        "attention",
         "branch",
         "denoiser",
         "engine",
@@ -119,6 +123,7 @@ class Call:
         self.denoiser = denoiser
         self.args = args
         self.kwargs = kwargs
+        self.attention: tuple[Feature, ...] | None = None
         self.output: Any = None
         self.skipping = False
         self.replaced = False

@@ -126,6 +126,7 @@ class Generation:
         scheduler: the scheduler that the pipeline had when the generation began.
         order: model evaluations per step of the scheduler.
         branches: every branch seen since the schedule was set.
+        saved_flops: FLOPs that features saved inside computed calls.
         notes: things the report should say about this generation, each once.
     """
 
@@ -148,6 +149,7 @@ class Generation:
         self.notes: dict[str, None] = {}
         self.tally: dict[tuple[str, str], dict[str, int]] = {}
         self.peak_bytes = 0
+        self.saved_flops = 0
 
     @property
     def running_here(self) -> bool:

@@ -16,7 +16,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 import chitu_diffusion
-from chitu_diffusion import BlockDance, EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer
+from chitu_diffusion import PAB, BlockDance, EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer
 from chitu_diffusion.cli.main import app
 from chitu_diffusion.flexcache import Params, make_params, params
 from chitu_diffusion.flexcache.constants import NEED_NONE
@@ -68,6 +68,7 @@ def test_every_field_is_explained(cls: type[Params]) -> None:
             "static: forecast is hold or linear, not 'line'; nearest: linear",
         ),
         (BlockDance, {"boundary": 1.5}, "blockdance: boundary is a number from 0 to 1, not 1.5"),
+        (PAB, {"kinds": "selff"}, "pab: kinds is self or cross or all, not 'selff'; nearest: self"),
         (BlockDance, {"group": 0}, "blockdance: group is a whole number from 1, not 0"),
         (MeanCache, {"steps": (0, 1), "window": 0}, "meancache: window is a whole number from 1, not 0"),
         (MeanCache, {"steps": "growing"}, "meancache: budget, the number of steps to compute, belongs to"),
@@ -106,6 +107,7 @@ WORDS: dict[str, list[str]] = {
     "teacache": ["coefficients=1.0,0.0", "threshold=50"],
     "meancache": ["steps=growing", "budget=5", "window=2"],
     "blockdance": ["boundary=0.5", "group=3"],
+    "pab": ["interval=3", "kinds=self"],
     "taylorseer": ["interval=3", "order=2", "on=feature"],
 }
 

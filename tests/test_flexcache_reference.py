@@ -13,7 +13,18 @@ from probes import difference
 from tiny import ALL, build, call_arguments, run
 from torch import nn
 
-from chitu_diffusion import BlockDance, EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer, TeaCache, patch
+from chitu_diffusion import (
+    PAB,
+    BlockDance,
+    EasyCache,
+    FBCache,
+    MagCache,
+    MeanCache,
+    Static,
+    TaylorSeer,
+    TeaCache,
+    patch,
+)
 from chitu_diffusion.flexcache.schedule import growing, stretched, uniform
 from chitu_hooks import RefusedError
 
@@ -361,6 +372,35 @@ def test_blockdance(name: str) -> None:
     assert log.computed() == [0, 1, 2, 5, 8]
     assert torch.equal(result, expected)
     assert 0.2 < flops["saved"] / flops["full"] < 0.3, "half of the blocks in half of the steps"
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", "sd3", "pixart"])
+def test_pab(name: str) -> None:
+    """Around torch's own attention: in the window every second step returns, layer by layer, what the one before returned."""
+    stock, kept, order = torch.nn.functional.scaled_dot_product_attention, {}, {"call": -1, "layer": 0}
+    pipe = build(name)
+
+    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        position, branch = divmod(order["call"], ALL[name].branches)
+        key = (branch, order["layer"])
+        order["layer"] += 1
+        if position not in (2, 4, 6, 8):
+            kept[key] = stock(*args, **kwargs).clone()
+        return kept[key].clone()
+
+    def begins(*_: Any) -> None:
+        order.update(call=order["call"] + 1, layer=0)
+
+    hook = pipe.transformer.register_forward_pre_hook(begins)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+        expected = run(name, pipe, STEPS)
+    hook.remove()
+    log = Log()
+    with patch(pipe, cache=PAB(interval=2, begin=0.1, end=0.9), features=(log,)):
+        result = run(name, pipe, STEPS)
+    assert log.computed() == [0, 1, 3, 5, 7, 9]
+    assert torch.equal(result, expected)
 
 
 def magcache_schedule(ratios: list[float], threshold: float, most: int, retention: float) -> list[int]:

@@ -45,7 +45,7 @@ PUBLIC = {
     },
     "chitu_diffusion": {
         *("ChituError", "EasyCache", "FBCache", "Feature", "Handle", "HookMap", "MagCache", "Stack", "Static"),
-        *("BlockDance", "MeanCache", "TaylorSeer", "TeaCache", "patch"),
+        *("BlockDance", "MeanCache", "PAB", "TaylorSeer", "TeaCache", "patch"),
     },
 }
 

@@ -3,6 +3,7 @@
 from .calibrate import calibrate
 from .flops import FlopCount, Ledger, count_flops
 from .params import (
+    PAB,
     BlockDance,
     EasyCache,
     FBCache,
@@ -17,6 +18,7 @@ from .params import (
 from .strategy import Strategy, make_strategy
 
 __all__ = [
+    "PAB",
     "BlockDance",
     "EasyCache",
     "FBCache",

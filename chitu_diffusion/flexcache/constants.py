@@ -14,7 +14,7 @@ from chitu_hooks.errors import nearest
 
 from .schedule import SCHEDULES
 
-NEED_NONE = ("static", "fbcache", "easycache", "taylorseer", "meancache", "blockdance")
+NEED_NONE = ("static", "fbcache", "easycache", "taylorseer", "meancache", "blockdance", "pab")
 """Strategies that work on any model without constants."""
 
 

@@ -313,8 +313,36 @@ class BlockDance(Params):
         self._number("end", most=1.0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PAB(Params):
+    """In the middle of the run, compute attention at one step in a few and reuse its output at the others.
+
+    Pyramid Attention Broadcast, Zhao et al. 2024, https://arxiv.org/abs/2408.12588. The rest of each block is computed, so the most
+    that can be saved is attention's part of the FLOPs. Keeps one output for every layer and branch.
+    """
+
+    strategy: ClassVar[str] = "pab"
+
+    interval: int = 2
+    """Compute one position in this many inside the window, at least 1; 1 computes all."""
+    kinds: str = "all"
+    """Which attention: `self` (joint attention of text and image included), `cross`, or `all`."""
+    begin: float = 0.1
+    """Part of the steps before the window, 0 to 1."""
+    end: float = 0.9
+    """Part of the steps at which the window ends, 0 to 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._whole("interval", least=1)
+        self._word("kinds", ("self", "cross", "all"))
+        self._number("begin", most=1.0)
+        self._number("end", most=1.0)
+
+
 PARAMS: dict[str, type[Params]] = {
-    cls.strategy: cls for cls in (Static, FBCache, MagCache, EasyCache, TaylorSeer, TeaCache, MeanCache, BlockDance)
+    cls.strategy: cls
+    for cls in (Static, FBCache, MagCache, EasyCache, TaylorSeer, TeaCache, MeanCache, BlockDance, PAB)
 }
 """Strategy name -> its parameters."""
 

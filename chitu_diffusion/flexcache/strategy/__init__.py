@@ -14,6 +14,7 @@ from .easycache import EasyCacheStrategy
 from .fbcache import FBCacheStrategy
 from .magcache import MagCacheStrategy
 from .meancache import MeanCacheStrategy
+from .pab import PABStrategy
 from .static import StaticStrategy
 from .taylorseer import taylorseer
 from .teacache import TeaCacheStrategy
@@ -27,6 +28,7 @@ STRATEGIES: dict[str, Callable[[Any], Strategy]] = {
     "teacache": TeaCacheStrategy,
     "meancache": MeanCacheStrategy,
     "blockdance": BlockDanceStrategy,
+    "pab": PABStrategy,
 }
 """Strategy name -> what makes it from its params."""
 
