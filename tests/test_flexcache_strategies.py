@@ -68,7 +68,10 @@ def test_each_branch_has_its_own_state(label: str) -> None:
             assert torch.equal(run("wan", pipe, STEPS, guided=guided), alone[guided])
             calls = handle.report().branches
             assert len(calls) == 1 + guided
-            assert all(c["computed"] >= 1 and c["skipped"] + c["replaced"] >= 1 for c in calls.values())
+            assert all(c["computed"] >= 1 for c in calls.values())
+            assert handle.report().features[0]["hits"] >= len(calls)
+            if label != "pab":  # its calls count as computed: only their attention is reused
+                assert all(c["skipped"] + c["replaced"] >= 1 for c in calls.values())
 
 
 @pytest.mark.parametrize("label", ACTS)
@@ -130,7 +133,7 @@ def test_two_experts(label: str) -> None:
     assert {name.split("/")[0] for name in calls} == {"transformer", "transformer_2"}
     if label != "meancache":  # it holds the velocity that the scheduler gets, whichever expert it came from
         assert all(c["computed"] >= 1 for c in calls.values()), "each expert computes before it skips"
-    assert any(c["skipped"] + c["replaced"] for c in calls.values())
+    assert log.hits
     assert not torch.equal(result, stock)
 
 
@@ -227,7 +230,8 @@ def test_a_decision_waits_for_the_device_once_and_through_reduce(label: str, mon
 
 def _noting(reads: list[str], name: str, original: Any) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:
-        reads.append(name)
+        if args[0].dtype != torch.int64:  # numbers of layers are kept on the host
+            reads.append(name)
         return original(*args, **kwargs)
 
     return function
