@@ -42,9 +42,13 @@ def alike(one: Any, other: Any) -> bool:
     return [t.shape for t in tensors(one)] == [t.shape for t in tensors(other)]
 
 
+PICTURE = ("image", "joint", "hidden_states", "x")
+"""Roles of the stream that carries the picture, best first; an inferred map knows argument names only."""
+
+
 def main_stream(streams: Streams) -> torch.Tensor:
-    """The stream that carries the picture: `image`, else `joint`, else the first that is there."""
-    for role in ("image", "joint"):
+    """The stream that carries the picture, or the first that is there; text hardly changes from step to step."""
+    for role in PICTURE:
         if streams.get(role) is not None:
             return streams[role]
     return next(tensor for tensor in streams.values() if tensor is not None)

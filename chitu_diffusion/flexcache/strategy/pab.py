@@ -37,7 +37,7 @@ class Recall(Feature):
             return None
         # The shape goes in, and not the queries, so that a compiler need not project what nobody reads.
         shape = [*q_BSHD.shape[:3], v_BTHD.shape[3]]
-        return recall(ctx.site.layer, ctx.frame.hidden_states, shape).to(q_BSHD.dtype)
+        return recall(ctx.site.layer, ctx.part, ctx.frame.hidden_states, shape).to(q_BSHD.dtype)
 
 
 class PABStrategy(Strategy):
@@ -81,7 +81,7 @@ class PABStrategy(Strategy):
         if ctx.site is None or ctx.frame is None or ctx.kind(q_BSHD.shape[1], k_BTHD.shape[1]) not in self.kinds:
             return None
         out = ctx.next(q_BSHD, k_BTHD, v_BTHD)
-        keep(ctx.site.layer, out, k_BTHD.shape[1])
+        keep(ctx.site.layer, ctx.part, out, k_BTHD.shape[1])
         return out
 
     def possible(self, call: Call) -> bool:
