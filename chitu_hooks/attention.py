@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 class Frame:
     """The processor call around an attention call: which tokens went in, and where it is."""
 
-    __slots__ = ("encoder_hidden_states", "hidden_states", "site")
+    __slots__ = ("calls", "encoder_hidden_states", "hidden_states", "site")
 
     def __init__(self, hidden_states: Any, encoder_hidden_states: Any, site: AttentionSite | None) -> None:
         self.hidden_states = hidden_states
         self.encoder_hidden_states = encoder_hidden_states
         self.site = site
+        self.calls = 0
+        """Attention calls so far: an image prompt is attended to by a second one."""
 
 
 class AttentionContext:
@@ -46,6 +48,7 @@ class AttentionContext:
         native_parallel: diffusers' own parallel configuration of this processor, or None.
         extra: further keyword arguments for diffusers' dispatcher.
         site: the layer, with its path, stack and a 0-d tensor of its number.
+        part: number of this call within the layer, from 0.
     """
 
     __slots__ = (
@@ -59,6 +62,7 @@ class AttentionContext:
         "mask",
         "native_parallel",
         "original",
+        "part",
         "position",
         "scale",
     )
@@ -87,6 +91,10 @@ class AttentionContext:
         self.frame: Frame | None = ACTIVE.frame
         self.features: tuple[Feature, ...] = ()
         self.position = 0
+        self.part = 0
+        if self.frame is not None:
+            self.part = self.frame.calls
+            self.frame.calls += 1
 
     def next(self, q_BSHD: torch.Tensor, k_BTHD: torch.Tensor, v_BTHD: torch.Tensor) -> torch.Tensor:
         """Run the features further in, then the original call, on these tensors and this context's mask."""

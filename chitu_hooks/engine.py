@@ -101,8 +101,8 @@ class Engine:
     def joined(self, features: Iterable[Feature]) -> Iterator[None]:
         """Run `features` too, for a while. Hooks that are in place stay as they are; only missing ones are added."""
         before = list(self.features)
-        self._plan([*before, *features])
         try:
+            self._plan([*before, *features])
             with contextlib.ExitStack() as undo:
                 self.install(undo)
                 yield
@@ -242,14 +242,17 @@ class Engine:
         call.branch = branches.identify(generation, call, self.hook_map.conditioning)
         if self._skips:
             call.signature = branches.signature(call)
+            call.spans = self.blocks.spans_of(call)
         outer = ACTIVE.call, ACTIVE.attention, ACTIVE.layout
-        ACTIVE.call, ACTIVE.attention, ACTIVE.layout = call, self._attention, None
+        ACTIVE.call, ACTIVE.layout = call, None
+        call.attention = self._attention
         try:
             replacement = None
             for feature in self._denoiser_in:
                 replacement = feature.denoiser_in(call)
                 if replacement is not None:
                     break
+            ACTIVE.attention = call.attention
             if replacement is None:
                 call.output = rest(*call.args, **call.kwargs)
             else:

@@ -36,6 +36,10 @@ OPTIONS = {
         "--name", "--root", "--finish", "--dtype", "--device", "--require-gpu", "--prompt", "--negative-prompt",
         "--guidance", "--height", "--width", "--image", "--mask", "--num-frames", "--set",
     ],
+    "calibrate": [
+        "--output", "--prompt", "--prompts", "--negative-prompt", "--steps", "--guidance", "--height", "--width",
+        "--seed", "--num-frames", "--set", *MODEL,
+    ],
     "env": [],
 }  # fmt: skip
 

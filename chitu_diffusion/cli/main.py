@@ -12,6 +12,7 @@ import typer
 
 from .adapt import adapt
 from .bench import register
+from .calibrate import calibrate
 from .env import env
 from .group import Group, is_rank
 from .inspect import inspect
@@ -34,6 +35,7 @@ app.command()(verify)
 app.command()(inspect)
 app.command()(intake)
 app.command()(adapt)
+app.command()(calibrate)
 app.command()(env)
 register(app)
 

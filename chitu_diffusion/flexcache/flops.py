@@ -11,6 +11,7 @@ arguments keep their values until they come into touch with a weight.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from chitu_hooks import Call, Generation
 from chitu_hooks.call import map_tensors
+from chitu_hooks.spans import Spans
 
 KEPT = 2**20
 """Most elements of an argument that keeps its values."""
@@ -41,8 +43,17 @@ class FlopCount:
     """FLOPs of one denoiser call."""
 
     total: int
-    trunk: int
-    """Of these, inside the stacks: what skipping the trunk saves."""
+    blocks: dict[tuple[str, int], int]
+    """Of these, by path of the stack and index of the block."""
+
+    @property
+    def trunk(self) -> int:
+        """FLOPs of all blocks."""
+        return sum(self.blocks.values())
+
+    def inside(self, spans: dict[str, range]) -> int:
+        """FLOPs of the blocks in `spans`, by path of the stack: what skipping them saves."""
+        return sum(flops for (path, index), flops in self.blocks.items() if index in spans.get(path, ()))
 
 
 def spec_of(value: Any) -> Any:
@@ -114,13 +125,12 @@ def count_flops(denoiser: Any, args: Any, kwargs: Any, stacks: tuple[str, ...] =
             counts, root = _count_on_meta(denoiser, spec_of(args), spec_of(kwargs))
         except Exception:  # models look at numbers in many ways
             counts, root = _count_on_fakes(denoiser, _remembered(args), _remembered(kwargs))
-    trunk = sum(
-        sum(ops.values())
-        for path, ops in counts.items()
-        for stack in stacks
-        if path.removeprefix(f"{root}.").rpartition(".")[0] == stack
-    )
-    return FlopCount(int(sum(counts["Global"].values())), int(trunk))
+    blocks = {}
+    for path, operations in counts.items():
+        stack, _, index = path.removeprefix(f"{root}.").rpartition(".")
+        if stack in stacks:
+            blocks[stack, int(index)] = int(sum(operations.values()))
+    return FlopCount(int(sum(counts["Global"].values())), blocks)
 
 
 def _count_on_meta(denoiser: Any, args: Any, kwargs: Any) -> tuple[dict[str, Any], str]:
@@ -177,12 +187,20 @@ class Ledger:
         self.wanted = 0
         self.skipped = 0
         self.computed = 0
+        self.reused = 0
+        """Calls that were computed, but for parts that were reused."""
+        self._saved_inside = 0
+        self.bytes_held = 0
+        self.seconds = 0.0
+        self._begun = time.perf_counter()
         self._calls: dict[tuple[str, str], tuple[Any, Any, Any, tuple[str, ...]]] = {}
+        self._spans: dict[tuple[str, str], Spans] = {}
         self._tally: dict[tuple[str, str], dict[str, int]] = {}
 
     def see(self, call: Call) -> None:
-        """Remember the shapes of a branch's first call."""
+        """Remember the shapes of a branch's first call, and which blocks of it can be skipped."""
         key = (call.denoiser.name, call.branch.name)
+        self._spans[key] = call.spans
         if key not in self._calls:
             stacks = tuple(stack.path for stack in call.denoiser.stacks)
             shapes = (spec_of(call.args), spec_of(call.kwargs))
@@ -191,26 +209,34 @@ class Ledger:
             self._calls[key] = (call.denoiser.inner, args, kwargs, stacks)
 
     def close(self, generation: Generation) -> None:
+        """The generation is over; on a GPU this waits for it once, so that the seconds are those of the work."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.seconds = time.perf_counter() - self._begun
         self._calls = {
             key: (denoiser, map_tensors(args, _own), map_tensors(kwargs, _own), stacks)
             for key, (denoiser, args, kwargs, stacks) in self._calls.items()
         }
+        self.bytes_held = generation.peak_bytes
         self._tally = {key: dict(calls) for key, calls in generation.tally.items()}
-        self.skipped = sum(calls["skipped"] + calls["replaced"] for calls in self._tally.values())
-        self.computed = sum(calls["computed"] for calls in self._tally.values())
+        self._saved_inside = generation.saved_flops
+        self.skipped = self.reused + sum(calls["skipped"] + calls["replaced"] for calls in self._tally.values())
+        self.computed = sum(calls["computed"] for calls in self._tally.values()) - self.reused
 
     @property
     def flops(self) -> dict[str, Any]:
         """Total, spent and saved FLOPs of the generation, or the reason why they could not be counted."""
-        total = saved = 0
+        total, saved = 0, self._saved_inside
         for key, calls in self._tally.items():
             if key not in self._calls:
                 continue
             count = self._count(key)
             if isinstance(count, str):
                 return {"not counted": count}
+            paths = self._calls[key][3]
+            spans = {paths[number]: span for number, span in self._spans[key].ranges.items()}
             total += count.total * sum(calls.values())
-            saved += count.trunk * calls["skipped"] + count.total * calls["replaced"]
+            saved += count.inside(spans) * calls["skipped"] + count.total * calls["replaced"]
         return {"full": total, "spent": total - saved, "saved": saved}
 
     def _count(self, key: tuple[str, str]) -> FlopCount | str:
@@ -231,4 +257,6 @@ class Ledger:
             "hits": self.skipped,
             "due": self.wanted,
             "flops": self.flops if self._tally else {},
+            "seconds": round(self.seconds, 4),
+            "bytes_held": self.bytes_held,
         }
