@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from chitu_hooks import AttentionContext, Feature, Order
 from chitu_hooks.state import ACTIVE
 
 NAME = "pab"
@@ -61,3 +62,22 @@ def recall(layer: torch.Tensor, part: int, like: torch.Tensor, shape: list[int])
 @recall.register_fake
 def _recall(layer: torch.Tensor, part: int, like: torch.Tensor, shape: list[int]) -> torch.Tensor:
     return like.new_empty(shape)
+
+
+class Recall(Feature):
+    """Stands in the place of the feature that keeps, in calls that reuse: only the operator runs."""
+
+    name = "pab, reusing"
+    order = Order.CACHE
+
+    def __init__(self, kinds: tuple[str, ...]) -> None:
+        self.kinds = kinds
+
+    def attention(
+        self, q_BSHD: torch.Tensor, k_BTHD: torch.Tensor, v_BTHD: torch.Tensor, ctx: AttentionContext
+    ) -> torch.Tensor | None:
+        if ctx.site is None or ctx.frame is None or ctx.kind(q_BSHD.shape[1], k_BTHD.shape[1]) not in self.kinds:
+            return None
+        # The shape goes in, and not the queries, so that a compiler need not project what nobody reads.
+        shape = [*q_BSHD.shape[:3], v_BTHD.shape[3]]
+        return recall(ctx.site.layer, ctx.part, ctx.frame.hidden_states, shape).to(q_BSHD.dtype)

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from chitu_hooks import AttentionContext, Call, Feature, HookMap, Order, Refusal, Sites
+from chitu_hooks import AttentionContext, Call, Feature, HookMap, Refusal, Sites
 from chitu_hooks.branches import signature
 
-from ..kept import keep, recall
+from ..kept import Recall, keep
 from ..params import PAB
 from .base import Strategy
 
@@ -19,25 +19,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "all": ("self", "joint", "cross"),
 }
 """Value of `PAB.kinds` -> kinds of attention, see `AttentionContext.kind`."""
-
-
-class Recall(Feature):
-    """Stands in the strategy's place in calls that reuse."""
-
-    name = "pab, reusing"
-    order = Order.CACHE
-
-    def __init__(self, kinds: tuple[str, ...]) -> None:
-        self.kinds = kinds
-
-    def attention(
-        self, q_BSHD: torch.Tensor, k_BTHD: torch.Tensor, v_BTHD: torch.Tensor, ctx: AttentionContext
-    ) -> torch.Tensor | None:
-        if ctx.site is None or ctx.frame is None or ctx.kind(q_BSHD.shape[1], k_BTHD.shape[1]) not in self.kinds:
-            return None
-        # The shape goes in, and not the queries, so that a compiler need not project what nobody reads.
-        shape = [*q_BSHD.shape[:3], v_BTHD.shape[3]]
-        return recall(ctx.site.layer, ctx.part, ctx.frame.hidden_states, shape).to(q_BSHD.dtype)
 
 
 class PABStrategy(Strategy):
