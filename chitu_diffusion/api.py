@@ -13,8 +13,10 @@ from chitu_hooks.patch import patch_as
 
 from .adapters import registry
 from .attention import make_attention
-from .flexcache import Params, calibrate, make_strategy
+from .attention.choice import AutoAttention
+from .flexcache import Params, Strategy, calibrate, make_strategy
 from .parallel import Parallel, make_parallel
+from .parallel.agree import Agreement
 from .parallel.context import ContextParallel
 
 
@@ -83,8 +85,12 @@ def patch(
 
 
 def _decide_together(features: list[Feature]) -> None:
-    """Where tokens are spread over ranks, a cache that measures a share of them decides by the sums over all."""
+    """Ranks of one picture choose the same kernels; and where tokens are spread over ranks, a cache that measures a share of
+    them decides by the sums over all."""
+    agreement = next((feature for feature in features if isinstance(feature, Agreement)), None)
     context = next((feature for feature in features if isinstance(feature, ContextParallel)), None)
     for feature in features:
-        if context is not None and hasattr(feature, "reduce"):
+        if agreement is not None and isinstance(feature, AutoAttention):
+            feature.told = agreement.told
+        if context is not None and isinstance(feature, Strategy):
             feature.reduce = context.summed

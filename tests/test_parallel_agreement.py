@@ -14,6 +14,8 @@ from ranks import on_ranks
 from tiny import build, call_arguments, noise, run
 
 from chitu_diffusion import Parallel, patch
+from chitu_diffusion.attention import choice
+from chitu_diffusion.attention.fastest import Row
 from chitu_diffusion.parallel.environment import in_turn
 from chitu_hooks import GenerationError, PatchError, RefusedError
 
@@ -71,6 +73,7 @@ def two(rank: int) -> dict[str, Any]:
     found["vae"] = vae_tiles()
     found["turns"] = turns(rank)
     found["kernels"] = kernels()
+    found["tables"] = tables(rank)
     found["raises"] = raises_on_one_rank(rank)
     return found
 
@@ -131,6 +134,26 @@ def kernels() -> Any:
         except RefusedError as error:
             message = str(error)
     return far, message
+
+
+def tables(rank: int) -> tuple[list[str], str]:
+    """`attention="auto"` on ranks with different tables, of which the second also lacks a kernel of the first's."""
+
+    def row(*names: str) -> Row:
+        return Row("9.0", "float32", 16, 1, names)
+
+    with pytest.MonkeyPatch.context() as patched:
+        rows = (row("diffusers:_native_math", "sdpa_flash", "sdpa_math"),) if rank == 0 else (row("sdpa_math"),)
+        known = choice.kernels()
+        if rank == 1:
+            known = {name: kernel for name, kernel in known.items() if name != "diffusers:_native_math"}
+        patched.setattr(choice, "fastest", lambda: rows)
+        patched.setattr(choice, "kernels", lambda: known)
+        patched.setattr(choice.AutoAttention, "device", "cpu")
+        with patch(build("flux"), attention="auto", parallel=Parallel(gather=2)) as handle:
+            run("flux", handle.pipe, 3)
+            told = next(f for f in handle.report().features if f["name"] == "attention=auto")
+    return list(told["chosen"].values()), told["measured, and not usable here"]["diffusers:_native_math"]
 
 
 def turns(rank: int) -> tuple[float, float]:
@@ -207,6 +230,11 @@ def test_kernels_run_on_every_rank(pair: list[dict[str, Any]]) -> None:
         far, message = rank["kernels"]
         assert max(far) < 1e-5
         assert "sdpa_math gives no log-sum-exp" in message
+
+
+def test_the_first_ranks_table_and_the_kernels_of_all_decide_what_auto_runs(pair: list[dict[str, Any]]) -> None:
+    for rank in pair:
+        assert rank["tables"] == (["sdpa_flash"], "cannot be used on every rank" if rank is pair[0] else "is not known")
 
 
 def test_a_rank_that_stops_alone_does_not_hang_the_other(pair: list[dict[str, Any]]) -> None:

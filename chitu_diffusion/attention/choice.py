@@ -6,6 +6,7 @@ Decisions are made outside traced code, see `tracing`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -154,9 +155,9 @@ class NamedAttention(AttentionFeature):
 class AutoAttention(AttentionFeature):
     """Each attention call on the fastest measured kernel that can do it, and never on a lossy one.
 
-    The choice comes from a table of measurements by compute capability, dtype, head dim and length, so that runs and
-    ranks agree: every rank reads the same file and times nothing. Where the table has no row, or the user chose a
-    backend for this model in diffusers, the stock call is left as it is.
+    The choice comes from a table of measurements by compute capability, dtype, head dim and length, so that runs agree:
+    nothing is timed. The ranks of one picture go by the first one's table and by the kernels that all of them have. Where
+    the table has no row, or the user chose a backend for this model in diffusers, the stock call is left as it is.
     """
 
     name = "attention=auto"
@@ -171,12 +172,18 @@ class AutoAttention(AttentionFeature):
         """Lower ends of the length buckets in tokens, longest first."""
         self.skipped: dict[str, str] = {}
         """Measured kernels that cannot be used here -> why."""
+        self.told: Callable[[Any], list[Any]] = lambda mine: [mine]
+        """What every rank of this picture says, the first rank's first."""
 
     def bind_layers(self) -> Refusal | None:
-        self.rows = fastest()
+        self.rows = self.told(fastest())[0]
         self.buckets = tuple(sorted({row.tokens for row in self.rows}, reverse=True))
         for name in dict.fromkeys(name for row in self.rows for name in row.kernels):
             self._load(name)
+        usable = self.told(tuple(self.loaded))
+        for name in [name for name in self.loaded if not all(name in names for names in usable)]:
+            del self.loaded[name]
+            self.skipped[name] = "cannot be used on every rank"
         return None
 
     def _load(self, name: str) -> None:

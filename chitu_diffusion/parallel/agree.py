@@ -27,12 +27,17 @@ class Agreement(Feature):
     def __init__(self, mesh: Mesh) -> None:
         self.axis = mesh.replica
 
+    def told(self, mine: Any) -> list[Any]:
+        """What every rank of this picture says, the first rank's first: small objects that can be pickled."""
+        found: list[Any] = [None] * self.axis.size
+        dist.all_gather_object(found, mine, group=self.axis.group)
+        return found
+
     def begin(self, generation: Generation) -> None:
         """Raises:
         GenerationError: the ranks were called with different arguments, on every rank and naming them.
         """
-        given: list[dict[str, str]] = [{}] * self.axis.size
-        dist.all_gather_object(given, described(generation), group=self.axis.group)
+        given: list[dict[str, str]] = self.told(described(generation))
         names = sorted(
             {name for one in given for name in one if any(one.get(name) != other.get(name) for other in given)}
         )
