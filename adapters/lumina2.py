@@ -8,7 +8,9 @@ HOOK_MAP = HookMap(
     stacks=(
         Stack("context_refiner", streams={"text": "hidden_states"}, returns=("text",), refiner=True),
         Stack("noise_refiner", streams={"image": "hidden_states"}, returns=("image",), refiner=True),
-        Stack("layers", streams={"joint": "hidden_states"}, returns=("joint",)),
+        Stack(
+            "layers", streams={"joint": "hidden_states"}, returns=("joint",), aligned={"image_rotary_emb": "joint@1"}
+        ),
     ),
     guidance="sequential",
 )

@@ -17,7 +17,10 @@ HOOK_MAP = HookMap(
             streams={"image": "hidden_states", "text": "encoder_hidden_states"},
             returns=("text", "image"),
             order=("image", "text"),
+            aligned={},
         ),
     ),
     guidance="batched",
+    exit="norm_out",
+    trunk_arguments=("block_controlnet_hidden_states",),
 )

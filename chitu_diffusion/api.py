@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import chitu_hooks
-from chitu_hooks import Feature, Handle, HookMap, PatchError
+from chitu_hooks import Feature, HookMap
+from chitu_hooks.find import find_hook_map
+from chitu_hooks.patch import patch_as
 
 from .adapters import registry
 from .attention import make_attention
-from .flexcache import Params, make_strategy
+from .attention.choice import AutoAttention
+from .flexcache import Params, Strategy, calibrate, make_strategy
+from .parallel import Parallel, make_parallel
+from .parallel.agree import Agreement
+from .parallel.context import ContextParallel
+
+
+class Handle(chitu_hooks.Handle):
+    """What `patch` returns. A context manager; leaving it undoes the patch."""
+
+    def calibrate(
+        self, prompts: Sequence[str | Mapping[str, Any]], path: str | Path | None = None, **arguments: Any
+    ) -> dict[str, Any]:
+        """Measure on this model what strategies need that have no published constants for it.
+
+        Runs the pipeline once for each prompt, computing every step, with the number of steps and the guidance of
+        `arguments`; the measured constants serve any number of steps.
+
+        Args:
+            prompts: texts, or mappings of arguments of the pipeline's call. One tells most; a few tell a little more.
+            path: YAML file to write, for ``MagCache(constants=path)``; None writes none.
+            arguments: further arguments of every call, such as ``num_inference_steps``.
+
+        Returns:
+            What the file holds: the model, how it was measured, and the constants by strategy.
+
+        Raises:
+            PatchError: no prompts, a cache is on, or the runs have fewer than 2 steps.
+        """
+        return calibrate(self, prompts, path, **arguments)
 
 
 def patch(
@@ -18,7 +50,7 @@ def patch(
     *,
     attention: str | None = None,
     cache: str | Params | None = None,
-    parallel: None = None,
+    parallel: Parallel | str | None = None,
     hook_map: HookMap | str | Path | None = None,
     features: tuple[Feature, ...] = (),
 ) -> Handle:
@@ -28,7 +60,8 @@ def patch(
         pipe: the pipeline; its weights, modules and processors stay the objects they are.
         attention: name of a kernel, see ``chitu env``; None leaves every kernel as it is.
         cache: name of a strategy, or its parameters such as ``Static(steps=(0, 1, 2, 4, 8))``; None computes every step.
-        parallel: reserved.
+        parallel: how many ranks make one picture, such as ``Parallel(cfg=2, ulysses=2)``; ``"auto"`` chooses
+            from the ranks that there are, None is one.
         hook_map: a map or the path of one, in place of the registry's or an inferred one.
         features: further features of your own.
 
@@ -40,11 +73,24 @@ def patch(
         HookMapError: no hook map fits the pipeline.
         RefusedError: a feature cannot do exactly what it is for here. Nothing was changed.
     """
-    if parallel is not None:
-        raise PatchError(f"parallel={parallel!r}: this version runs on one device only; leave parallel out")
     chosen = [*features]
     if attention is not None:
         chosen.append(make_attention(attention))
     if cache is not None:
         chosen.append(make_strategy(cache))
-    return chitu_hooks.patch(pipe, chosen, hook_map=hook_map, registry=registry())
+    if parallel is not None:
+        chosen += make_parallel(parallel, pipe, find_hook_map(pipe, hook_map, registry()))
+    _decide_together(chosen)
+    return patch_as(Handle, pipe, chosen, hook_map=hook_map, registry=registry())
+
+
+def _decide_together(features: list[Feature]) -> None:
+    """Ranks of one picture choose the same kernels; and where tokens are spread over ranks, a cache that measures a share of
+    them decides by the sums over all."""
+    agreement = next((feature for feature in features if isinstance(feature, Agreement)), None)
+    context = next((feature for feature in features if isinstance(feature, ContextParallel)), None)
+    for feature in features:
+        if agreement is not None and isinstance(feature, AutoAttention):
+            feature.told = agreement.told
+        if context is not None and isinstance(feature, Strategy):
+            feature.reduce = context.summed

@@ -13,28 +13,29 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as torch_functional
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
 from .errors import GenerationError
+from .feature import Feature
 from .state import ACTIVE
 
 if TYPE_CHECKING:
-    import torch
-
-    from .feature import Feature
     from .sites import AttentionSite
 
 
 class Frame:
     """The processor call around an attention call: which tokens went in, and where it is."""
 
-    __slots__ = ("encoder_hidden_states", "hidden_states", "site")
+    __slots__ = ("calls", "encoder_hidden_states", "hidden_states", "site")
 
     def __init__(self, hidden_states: Any, encoder_hidden_states: Any, site: AttentionSite | None) -> None:
         self.hidden_states = hidden_states
         self.encoder_hidden_states = encoder_hidden_states
         self.site = site
+        self.calls = 0
+        """Attention calls so far: an image prompt is attended to by a second one."""
 
 
 class AttentionContext:
@@ -47,6 +48,7 @@ class AttentionContext:
         native_parallel: diffusers' own parallel configuration of this processor, or None.
         extra: further keyword arguments for diffusers' dispatcher.
         site: the layer, with its path, stack and a 0-d tensor of its number.
+        part: number of this call within the layer, from 0.
     """
 
     __slots__ = (
@@ -60,6 +62,7 @@ class AttentionContext:
         "mask",
         "native_parallel",
         "original",
+        "part",
         "position",
         "scale",
     )
@@ -88,6 +91,10 @@ class AttentionContext:
         self.frame: Frame | None = ACTIVE.frame
         self.features: tuple[Feature, ...] = ()
         self.position = 0
+        self.part = 0
+        if self.frame is not None:
+            self.part = self.frame.calls
+            self.frame.calls += 1
 
     def next(self, q_BSHD: torch.Tensor, k_BTHD: torch.Tensor, v_BTHD: torch.Tensor) -> torch.Tensor:
         """Run the features further in, then the original call, on these tensors and this context's mask."""
@@ -100,11 +107,32 @@ class AttentionContext:
         self.position = start
         return self.original(q_BSHD, k_BTHD, v_BTHD, self) if out is None else out
 
+    def next_with_lse(
+        self, q_BSHD: torch.Tensor, k_BTHD: torch.Tensor, v_BTHD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`next` on a part of the keys: the output, and the float32 (B, H, S) log-sum-exp by which parts are put together.
+
+        Raises:
+            GenerationError: a feature further in has an `attention` and no `attention_with_lse`.
+        """
+        for feature in self.features[self.position :]:
+            found = feature.attention_with_lse(q_BSHD, k_BTHD, v_BTHD, self)
+            if found is not None:
+                return found
+            if type(feature).attention_with_lse is Feature.attention_with_lse:
+                raise GenerationError(
+                    f"{self.layer}: {feature.name} gives no log-sum-exp, so attention cannot be put together from parts; use "
+                    "another kernel, or no ring"
+                )
+        return _sdpa_with_lse(q_BSHD, k_BTHD, v_BTHD, self.scale)
+
     @property
     def site(self) -> AttentionSite | None:
         return self.frame.site if self.frame is not None else None
 
-    def _layer(self) -> str:
+    @property
+    def layer(self) -> str:
+        """Which layer this is, for messages."""
         return self.site.path if self.site is not None else "an attention layer"
 
     def kind(self, query_tokens: int, key_tokens: int) -> str:
@@ -122,7 +150,7 @@ class AttentionContext:
         if query_tokens == image:
             return "cross"
         raise GenerationError(
-            f"{self._layer()}: attention of {query_tokens} queries on {key_tokens} keys, with {image} and {text.shape[1]} "
+            f"{self.layer}: attention of {query_tokens} queries on {key_tokens} keys, with {image} and {text.shape[1]} "
             "tokens going into the processor, is neither self, joint nor cross attention"
         )
 
@@ -141,7 +169,7 @@ class AttentionContext:
         stack = frame.site.stack if frame.site is not None else None
         if stack is None or not stack.order:
             raise GenerationError(
-                f"{self._layer()}: whether text or image tokens come first cannot be seen from outside; pass a hook map"
+                f"{self.layer}: whether text or image tokens come first cannot be seen from outside; pass a hook map"
             )
         return (0, query_tokens - image) if stack.order[0] == "text" else (image, query_tokens)
 
@@ -217,6 +245,23 @@ def _sdpa(q_BSHD: Any, k_BTHD: Any, v_BTHD: Any, ctx: AttentionContext) -> Any:
         enable_gqa=ctx.gqa,
     )
     return out_BHSD.transpose(1, 2)
+
+
+def _sdpa_with_lse(q_BSHD: Any, k_BTHD: Any, v_BTHD: Any, scale: float | None) -> tuple[Any, Any]:
+    """torch's fused attention and its log-sum-exp: FlashAttention where it takes the dtype, else the efficient kernel."""
+    q, k, v = q_BSHD.transpose(1, 2), k_BTHD.transpose(1, 2), v_BTHD.transpose(1, 2)
+    if k.shape[1] != q.shape[1]:
+        repeat = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        found = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)
+    elif q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0:
+        found = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)
+    else:
+        found = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, False, scale=scale)
+    return found[0].transpose(1, 2), found[1][..., : q.shape[2]].float()
 
 
 def _functional_with_seam() -> types.ModuleType:

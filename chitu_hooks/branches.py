@@ -27,7 +27,9 @@ def identify(generation: Generation, call: Call, conditioning: tuple[str, ...]) 
     context = ACTIVE.cache_context
     tensors = [call.argument(name) for name in conditioning]
     values = plain_arguments(call)
-    key = (denoiser.name, context, _address(tensors), values)
+    # Where no conditioning is known, the place within the step is all there is to go by.
+    place = ordinal if context is None and all(tensor is None for tensor in tensors) else None
+    key = (denoiser.name, context, _address(tensors), values, place)
     branch = generation.branch_keys.get(key)
     if branch is None:
         branch = _same_by_value(generation, call, context, ordinal, tensors, values)

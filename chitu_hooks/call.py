@@ -7,21 +7,34 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .spans import Spans
 from .state import Branch, Generation, Step, Streams
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .feature import Feature
     from .sites import BlockSite, DenoiserSite
+
+
+NOTHING = Spans()
+"""No block can be skipped."""
 
 
 class StackRun:
     """What one stack has gone through in the call that is underway."""
 
-    __slots__ = ("entry", "exited", "last_index", "probe")
+    __slots__ = ("entry", "exited", "first_at", "front_entry", "last_at", "last_index", "last_inside", "probe")
 
-    def __init__(self) -> None:
+    def __init__(self, first_at: int = 0) -> None:
         self.entry: Streams | None = None
+        """The streams at the first block called of those that can be skipped."""
+        self.front_entry: Streams | None = None
+        """The streams at the first block, in the stack where the front blocks end."""
         self.last_index = -1
+        self.first_at = self.last_at = first_at
+        """Among the block calls of the denoiser call, the number of this stack's first and last."""
+        self.last_inside = -1
+        """The last block called of those that can be skipped."""
         self.exited = False
         self.probe: Any = None
         """Inputs and outputs of the block before, while the stack is being inferred."""
@@ -69,17 +82,24 @@ class Call:
     """One denoiser call: one branch of one step.
 
     Attributes:
+        attention: the features of the attention seam in this call; `Feature.denoiser_in` may put another feature in its
+            own place. Keep the tuples: compiled code is chosen by them, a graph for each.
         args, kwargs: the arguments, which features may change before the denoiser runs.
         output: what the denoiser returned; `sample` is its first tensor.
         skipping: the trunk is being skipped.
+        spans: the blocks that are left out when the trunk is skipped.
+        entry: the arguments of the trunk's first block, from `Feature.trunk_in` on.
         replaced: the denoiser did not run at all.
     """
 
     __slots__ = (
         "args",
+        "attention",
+        "block_calls",
         "branch",
         "denoiser",
         "engine",
+        "entry",
         "generation",
         "kwargs",
         "output",
@@ -88,8 +108,10 @@ class Call:
         "runs",
         "signature",
         "skipping",
+        "spans",
         "step",
         "trunk_entered",
+        "trunk_left",
     )
 
     def __init__(
@@ -105,11 +127,16 @@ class Call:
         self.denoiser = denoiser
         self.args = args
         self.kwargs = kwargs
+        self.attention: tuple[Feature, ...] | None = None
         self.output: Any = None
         self.skipping = False
         self.replaced = False
+        self.spans = NOTHING
+        self.entry: BlockInputs | None = None
         self.runs: dict[int, StackRun] = {}
+        self.block_calls = 0
         self.trunk_entered = False
+        self.trunk_left = False
         self.residuals: dict[int, dict[str, torch.Tensor | None]] | None = None
         self.step: Step
         self.branch: Branch
@@ -122,16 +149,27 @@ class Call:
         position = self.denoiser.arguments.get(name)
         return self.args[position] if position is not None and position < len(self.args) else None
 
+    def set_argument(self, name: str, value: Any) -> None:
+        """Replace the denoiser's argument `name`."""
+        position = self.denoiser.arguments.get(name)
+        if name not in self.kwargs and position is not None and position < len(self.args):
+            self.args = (*self.args[:position], value, *self.args[position + 1 :])
+        else:
+            self.kwargs = {**self.kwargs, name: value}
+
     @property
     def can_skip(self) -> bool:
         """Whether this branch has a residual for every stack that it runs, taken from a call of the same signature."""
         return self.branch.skippable and self.branch.signature == self.signature
 
     def skip_trunk(self, residuals: dict[int, dict[str, torch.Tensor | None]] | None = None) -> None:
-        """Skip every stack in this call: its exit returns this call's entry plus the residual.
+        """Skip the trunk in this call, but for its front and back blocks: what is left out adds the residual.
+
+        To be called in `Feature.denoiser_in`, `trunk_in` or `front_out`.
 
         Args:
-            residuals: stack number -> role -> tensor shaped like the stream, in place of `Branch.residuals`.
+            residuals: stack number -> role -> tensor shaped like the stream, in place of `Branch.residuals`, a forecast
+                say; it has the same stacks and roles.
 
         Raises:
             ValueError: `can_skip` is False.
@@ -142,8 +180,13 @@ class Call:
         self.skipping = True
 
     @property
+    def input(self) -> Any:
+        """The denoiser's first argument, the noisy sample: a tensor, or a list of them in some models."""
+        return self.args[0] if self.args else self.kwargs.get(next(iter(self.denoiser.arguments)))
+
+    @property
     def sample(self) -> Any:
-        """The denoiser's prediction, the first entry of its output."""
+        """The denoiser's prediction, the first entry of its output: a tensor, or a list of them in some models."""
         output = self.output
         return output if isinstance(output, torch.Tensor) else output[0]
 

@@ -68,7 +68,7 @@ def _hooked_class(cls: type) -> type:
             engine = vars(self).get(MARK)
             if engine is None:
                 return cls.__call__(self, *args, **kwargs)
-            with engine.generate(self) as generation:
+            with engine.generate(self, args, kwargs) as generation:
                 for name in CALLBACKS:
                     if callable(kwargs.get(name)):
                         kwargs[name] = _pausing(generation, kwargs[name])

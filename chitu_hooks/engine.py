@@ -90,6 +90,9 @@ class Engine:
         for block in self.sites.blocks if self.hooks_blocks else ():
             if id(block) not in stood:
                 self._stand_before(block.module, block, self.blocks.enter, undo)
+        for exit in self.sites.exits if self.having("trunk_out") else ():
+            if id(exit) not in stood:
+                self._stand_before(exit.module, exit, self.blocks.leave_trunk, undo)
         if not self._processors:
             undo.callback(self._remove_processors)
             self._hook_processors()
@@ -98,8 +101,8 @@ class Engine:
     def joined(self, features: Iterable[Feature]) -> Iterator[None]:
         """Run `features` too, for a while. Hooks that are in place stay as they are; only missing ones are added."""
         before = list(self.features)
-        self._plan([*before, *features])
         try:
+            self._plan([*before, *features])
             with contextlib.ExitStack() as undo:
                 self.install(undo)
                 yield
@@ -153,13 +156,13 @@ class Engine:
     # -- one generation --------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def generate(self, pipe: Any) -> Iterator[Generation]:
+    def generate(self, pipe: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Iterator[Generation]:
         """The time of one ``pipe(...)`` call.
 
         Raises:
             GenerationError: one is running already, in this thread or another.
         """
-        generation = Generation(pipe)
+        generation = Generation(pipe, args, kwargs)
         with self._lock:
             if self.generation is not None:
                 here = "this thread" if self.generation.thread == generation.thread else "another thread"
@@ -193,6 +196,7 @@ class Engine:
         finally:
             generation.memory = type(generation.memory)()
             generation.timesteps = generation.scheduler = generation.pipe = None
+            generation.args, generation.kwargs = (), {}
             generation.ordinals.clear()
             self.last = generation
             self.generation = None
@@ -238,21 +242,24 @@ class Engine:
         call.branch = branches.identify(generation, call, self.hook_map.conditioning)
         if self._skips:
             call.signature = branches.signature(call)
-        outer = ACTIVE.call, ACTIVE.attention
-        ACTIVE.call, ACTIVE.attention = call, self._attention
+            call.spans = self.blocks.spans_of(call)
+        outer = ACTIVE.call, ACTIVE.attention, ACTIVE.layout
+        ACTIVE.call, ACTIVE.layout = call, None
+        call.attention = self._attention
         try:
             replacement = None
             for feature in self._denoiser_in:
                 replacement = feature.denoiser_in(call)
                 if replacement is not None:
                     break
+            ACTIVE.attention = call.attention
             if replacement is None:
                 call.output = rest(*call.args, **call.kwargs)
             else:
                 call.replaced = True
                 call.output = with_first(self._output_like(call), replacement)
         finally:
-            ACTIVE.call, ACTIVE.attention = outer
+            ACTIVE.call, ACTIVE.attention, ACTIVE.layout = outer
         self.blocks.leave(call)
         for feature in reversed(self._denoiser_out):
             feature.denoiser_out(call)

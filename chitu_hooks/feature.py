@@ -6,7 +6,7 @@ features in the order of `Feature.order`, outermost first, and for the ``*_out``
     generation ── begin ────────────────────────────────────────────────────────────── end
     scheduler.step                                                    step_in, step_out
     denoiser call        denoiser_in ─────────────────────────── denoiser_out
-    trunk                      trunk_in ─────────────────── trunk_out
+    trunk                      trunk_in ─ front_out ─────── trunk_out
     block                            block_in ───── block_out
     attention call                         attention
 """
@@ -59,6 +59,10 @@ class Feature:
         exactness: what the feature does to the output, see `Exactness`.
         order: its place among the features of one seam, see `Order`.
         skips_trunk: the feature calls `Call.skip_trunk`, so the engine keeps every stack's residual for each branch.
+        front, back: blocks at either end of the trunk that a skipped call still computes. Refiners come before the
+            trunk; they are skipped with it only when both are 0.
+        reuses: what a skipped call gets from the last computed one: `residual`, added to this call's input; or `output`,
+            whatever goes in now. `Branch.residuals` holds the one or the other.
 
     A feature keeps what belongs to one generation or branch in `Generation.memory` and `Branch.memory`, never on
     itself: the engine drops those when the generation ends, however it ends.
@@ -68,6 +72,9 @@ class Feature:
     exactness: Exactness = "exact"
     order: Order = Order.CACHE
     skips_trunk: bool = False
+    front: int = 0
+    back: int = 0
+    reuses: Literal["residual", "output"] = "residual"
 
     def bind(self, sites: Sites, hook_map: HookMap) -> Refusal | None:
         """First gate, at patch time: what modules and configuration tell. Nothing is hooked yet."""
@@ -97,8 +104,20 @@ class Feature:
         """At the entry of the first block called: role -> (B, S, C) tensor. May return other streams."""
         return None
 
+    def front_out(self, call: Call, residual: Streams) -> None:
+        """After the first `front` blocks, in every call; may call ``call.skip_trunk()`` for those that follow.
+
+        Args:
+            call: the denoiser call.
+            residual: role -> (B, S, C) tensor, what these blocks added; where they reach into a second stack, what the
+                blocks of that stack added.
+        """
+
     def trunk_out(self, call: Call, streams: Streams) -> Streams | None:
-        """At the exit of the last block called: role -> (B, S, C) tensor. May return other streams."""
+        """At the exit of the last block called, or of the trunk if the map has an `exit`: role -> (B, S, C) tensor.
+
+        May return other streams.
+        """
         return None
 
     def block_in(self, call: Call, block: BlockSite, inputs: BlockInputs) -> Streams | None:
@@ -126,6 +145,17 @@ class Feature:
         """
         return None
 
+    def attention_with_lse(
+        self, q_BSHD: torch.Tensor, k_BTHD: torch.Tensor, v_BTHD: torch.Tensor, ctx: AttentionContext
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """`attention` on a part of the keys, for a feature further out that puts the parts together. Without a mask.
+
+        Returns:
+            The (B, S, H, D) output and the float32 (B, H, S) log of the sums of exp(scale q·k), or None to leave the part
+            to torch. A feature that overrides `attention` and not this is refused where parts are asked for.
+        """
+        return None
+
     def end(self, generation: Generation) -> None:
         """The generation is over, by success, exception or interrupt."""
 
@@ -137,7 +167,7 @@ class Feature:
 SEAM_METHODS: dict[str, tuple[str, ...]] = {
     "clock": ("begin", "step_in", "step_out", "end"),
     "denoiser": ("denoiser_in", "denoiser_out"),
-    "block": ("trunk_in", "trunk_out", "block_in", "block_out"),
+    "block": ("trunk_in", "front_out", "trunk_out", "block_in", "block_out"),
     "attention": ("attention",),
 }
 """Which methods hang on which seam."""

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from diffusers import ModularPipeline
+
 from .errors import HookMapError, nearest
 from .hook_map import HookMap, load_hook_map
 from .infer import infer_map, infer_stacks
@@ -28,13 +30,28 @@ def find_hook_map(pipe: Any, hook_map: HookMap | str | Path | None, registry: Se
         _check_claims(pipe, found)
         found = dataclasses.replace(found, source="explicit")
     else:
-        found = _from_registry(pipe, registry) or infer_map(pipe)
+        found = _from_registry(pipe, registry) or infer_map(_not_modular(pipe))
     return _fill_stacks(pipe, found)
 
 
 def lineage(pipe: Any) -> list[str]:
     """Names of the pipeline's class and its bases, nearest first."""
     return [cls.__name__ for cls in type(pipe).__mro__]
+
+
+def _not_modular(pipe: Any) -> Any:
+    """`pipe`, which a map may be inferred for.
+
+    Raises:
+        HookMapError: it is a modular pipeline, whose blocks may do anything with the denoiser between two steps.
+    """
+    if isinstance(pipe, ModularPipeline):
+        name = type(pipe).__name__
+        raise HookMapError(
+            f"{name} is a modular pipeline and no hook map claims it; use the ordinary pipeline of this model, or pass "
+            f"hook_map=HookMap(name=…, pipelines=({name!r},)) if its blocks call the denoiser as an ordinary pipeline does"
+        )
+    return pipe
 
 
 def _check_claims(pipe: Any, hook_map: HookMap) -> None:

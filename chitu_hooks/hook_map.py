@@ -13,16 +13,20 @@ A hook map is a Python file with one public name::
 
 from __future__ import annotations
 
+import re
 import runpy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from .errors import HookMapError, nearest
 
 ROLES = ("image", "text", "joint")
 """*image* and *text*: tokens of one kind. *joint*: both in one tensor."""
+GUIDANCE = ("batched", "sequential", "embedded", "unknown")
+ALIGNED = re.compile(r"(image|text|joint)(?:@(\d)(?::(\d))?)?")
+"""Form of a value of `Stack.aligned`."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,21 @@ class Stack:
     """Token order inside joint attention and inside a joint stream; empty where it is not known."""
     refiner: bool = False
     """True for blocks that run before the trunk on part of the tokens (noise and context refiners)."""
+    aligned: Mapping[str, str] | None = None
+    """Further block arguments with one entry a token -> which tokens, so that they can be cut as the streams are.
+
+    A key is an argument, or an item of one (``image_rotary_emb.0``). A value is a role, with ``@`` and the token
+    dimension where the size does not tell which it is (``joint@0``), and with ``:`` and the number of dimensions where
+    the argument has tokens only in that form (``image@1:4``). None: not known, so nothing can be cut.
+    """
 
     def __post_init__(self) -> None:
+        _check_tuples(f"stack {self.path!r}", returns=self.returns, order=self.order)
+        for key, value in (self.aligned or {}).items():
+            if not ALIGNED.fullmatch(value):
+                raise HookMapError(
+                    f"stack {self.path!r}: aligned[{key!r}] is {value!r}; it is to be image, text or joint, as in 'joint@0'"
+                )
         for role in self.returns:
             if role not in self.streams:
                 raise HookMapError(
@@ -70,10 +87,37 @@ class HookMap:
     conditioning: tuple[str, ...] = ("encoder_hidden_states",)
     """Denoiser arguments that differ between the branches of guidance and stay the same from step to step."""
     guidance: Literal["batched", "sequential", "embedded", "unknown"] = "unknown"
-    """How the pipeline runs classifier-free guidance: both branches in one batch, one after the other, or not at all. For
-    guidance parallelism, which is not there yet: nothing reads it so far."""
+    """How the pipeline runs classifier-free guidance: both branches in one batch, one after the other, or not at all."""
+    exit: str = ""
+    """Dotted path of the module whose first argument is the trunk's output (the output norm); empty: the last block's
+    output. Needed where the model adds something, or leaves blocks out, after the last block called."""
+    trunk_arguments: tuple[str, ...] = ()
+    """Denoiser arguments that are added to the image or the joint stream between blocks: lists or dicts of (B, S, C)."""
     source: Literal["explicit", "registry", "inferred"] = field(default="explicit", compare=False)
     """How this map came to be used; set by `find`."""
+
+    def __post_init__(self) -> None:
+        name = f"hook map {self.name!r}"
+        _check_tuples(
+            name,
+            pipelines=self.pipelines,
+            denoisers=self.denoisers,
+            conditioning=self.conditioning,
+            trunk_arguments=self.trunk_arguments,
+        )
+        if self.guidance not in GUIDANCE:
+            raise HookMapError(f"{name}: guidance is {self.guidance!r}{nearest(str(self.guidance), GUIDANCE)}")
+        paths = [stack.path for stack in self.stacks or ()]
+        twice = next((path for path in paths if paths.count(path) > 1), None)
+        if twice is not None:
+            raise HookMapError(f"{name} has the stack {twice!r} {paths.count(twice)} times; name it once")
+
+
+def _check_tuples(where: str, **fields: Any) -> None:
+    """Raise where somebody wrote ``("image")``, which is a word and would be read letter by letter."""
+    for name, value in fields.items():
+        if isinstance(value, str):
+            raise HookMapError(f"{where}: {name} is the word {value!r}; write a tuple, ({value!r},)")
 
 
 def load_hook_map(path: str | Path) -> HookMap:

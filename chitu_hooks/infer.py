@@ -6,6 +6,7 @@ not visible from that; what needs them asks for a map by name.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +15,26 @@ from torch import nn
 from .call import BlockInputs, StackRun
 from .errors import HookMapError
 from .hook_map import HookMap, Stack
-from .sites import argument_positions
+from .sites import argument_positions, attends
 
 if TYPE_CHECKING:
     from .sites import BlockSite, StackSite
 
-CONDITIONING = ("encoder_hidden_states", "cap_feats", "prompt_embeds", "text_embeds", "context", "input_ids")
+CONDITIONING = (
+    "encoder_hidden_states",
+    "cap_feats",
+    "prompt",
+    "text",
+    "context",
+    "pooled",
+    "embeds",
+    "class_labels",
+    "token_id",
+    "input_ids",
+)
+"""Parts of the names of arguments that tell the branches of guidance apart."""
+NOT_CONDITIONING = ("mask", "lens", "indexes", "indices", "pos", "length")
+"""Parts of the names of arguments that only describe those."""
 NOT_DENOISERS = (
     "vae",
     "text_encoder",
@@ -30,7 +45,11 @@ NOT_DENOISERS = (
     "vision",
     "vocoder",
 )
-TAKES_TIME = ("timestep", "timesteps", "t", "r_timestep", "timestep_ratio", "sigma")
+TAKES_TIME = ("t", "sigma")
+TIME_ENDS = ("timestep", "timesteps", "timestep_ratio", "_time")
+"""Names, and ends of names, of the argument that tells a denoiser how noisy its sample is."""
+GIVE_UP_AFTER = 2
+"""Computed calls after which a stack whose streams are still unknown is left alone."""
 
 
 def infer_map(pipe: Any) -> HookMap:
@@ -51,8 +70,7 @@ def infer_map(pipe: Any) -> HookMap:
         )
     first = next(iter(denoisers.values()))
     first = getattr(first, "_orig_mod", first)
-    arguments = argument_positions(first)
-    conditioning = tuple(name for name in CONDITIONING if name in arguments)
+    conditioning = tuple(name for name in argument_positions(first) if _is_conditioning(name))
     return HookMap(
         name=type(first).__name__,
         pipelines=(type(pipe).__name__,),
@@ -63,23 +81,32 @@ def infer_map(pipe: Any) -> HookMap:
     )
 
 
+def _is_conditioning(name: str) -> bool:
+    return any(part in name for part in CONDITIONING) and not any(part in name for part in NOT_CONDITIONING)
+
+
 def _is_denoiser(name: str, module: nn.Module) -> bool:
     if name.startswith(NOT_DENOISERS):
         return False
-    return any(argument in TAKES_TIME for argument in argument_positions(getattr(module, "_orig_mod", module)))
+    arguments = argument_positions(getattr(module, "_orig_mod", module))
+    return any(argument in TAKES_TIME or argument.endswith(TIME_ENDS) for argument in arguments)
 
 
 def infer_stacks(denoiser: nn.Module) -> tuple[Stack, ...]:
     """Every ModuleList directly below `denoiser` that may be a stack; `resolve` finds out which are.
 
-    A UNet's down and up blocks are none: they hand on skip connections, so UNets have no trunk.
+    A UNet's down and up blocks are none: they hand on skip connections, so UNets have no trunk. Neither is a list of
+    modules without attention, such as projections that each take an input of their own.
     """
     if "UNet" in type(denoiser).__name__:
         return ()
     return tuple(
         Stack(name, streams={}, returns=(), order=())
         for name, child in denoiser.named_children()
-        if isinstance(child, nn.ModuleList) and len(child) and len({type(block) for block in child}) == 1
+        if isinstance(child, nn.ModuleList)
+        and len(child)
+        and len({type(block) for block in child}) == 1
+        and any(attends(module) for module in child[0].modules())
     )
 
 
@@ -109,36 +136,41 @@ def resolve(block: BlockSite, run: StackRun, inputs: BlockInputs) -> bool:
     outputs = result if isinstance(result, (tuple, list)) else (result,)
     if outputs is result and len(outputs) == 1:
         return False  # one role stands for a bare tensor
-    returns = []
-    for output in outputs:
-        name = _argument_of(output, block, given, inputs)
-        if name is None or name in returns:
-            return False
-        returns.append(name)
-    _settle(block.stack, tuple(returns))
+    returns = _carriers(outputs, {name: inputs.get(name) for name in block.arguments}, given)
+    if returns is None:
+        return False
+    _settle(block.stack, returns)
     run.entry = {name: entry.get(name) for name in returns}
     return True
 
 
-def _argument_of(output: Any, block: BlockSite, given: dict[str, Any], inputs: BlockInputs) -> str | None:
-    """The argument that carries `output`: it is that tensor, or a sum of it and a ControlNet's sample.
+def _carriers(outputs: Sequence[Any], values: dict[str, Any], given: dict[str, Any]) -> tuple[str, ...] | None:
+    """For each output the argument that carries it on, or None if that is not plain for each.
 
-    A sum is recognised as the only argument of that shape that the block before was not given as well.
+    An argument carries an output that it *is*. Of those left, an argument carries the output of its shape if it is the
+    only one of that shape that the block before was not given as well: the model added a ControlNet's sample to the
+    output, or cut tokens off and put others in their place.
     """
-    if not isinstance(output, torch.Tensor):
+    if not all(isinstance(output, torch.Tensor) for output in outputs):
         return None
-    values = {name: inputs.get(name) for name in block.arguments}
-    for name, value in values.items():
-        if value is output:
-            return name
-    if not any(site.stack is block.stack for site in block.stack.denoiser.attention):
-        return None  # a list of projections, each with an input of its own, is no stack
-    new = [
-        name
-        for name, value in values.items()
-        if isinstance(value, torch.Tensor) and value.shape == output.shape and value is not given.get(name)
-    ]
-    return new[0] if len(new) == 1 else None
+    carriers = {
+        place: name for place, output in enumerate(outputs) for name, value in values.items() if value is output
+    }
+    for place, output in enumerate(outputs):
+        if place in carriers:
+            continue
+        new = [
+            name
+            for name, value in values.items()
+            if name not in carriers.values()
+            and isinstance(value, torch.Tensor)
+            and value.shape == output.shape
+            and value is not given.get(name)
+        ]
+        if len(new) == 1:
+            carriers[place] = new[0]
+    names = tuple(carriers[place] for place in sorted(carriers))
+    return names if len(set(names)) == len(outputs) == len(names) else None
 
 
 def resolve_single(block: BlockSite, run: StackRun, result: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,9 @@ class StackSite:
     returns: tuple[str, ...] | None
     refiner: bool = False
     order: tuple[str, ...] = ("text", "image")
+    aligned: Mapping[str, str] | None = None
+    tries: int = 0
+    """Computed calls in which the streams could not be inferred."""
 
     @property
     def last(self) -> int:
@@ -51,7 +55,7 @@ class StackSite:
 
 @dataclass(eq=False)
 class AttentionSite:
-    """A module that owns an attention processor."""
+    """A module that owns an attention processor, or computes attention by itself."""
 
     path: str
     module: nn.Module
@@ -59,7 +63,19 @@ class AttentionSite:
     layer: torch.Tensor
     """0-d int64 tensor with the number of the layer, so that traced code can tell layers apart without a graph each."""
     reachable: bool = True
-    """False if the processor calls neither `dispatch_attention_fn` nor `scaled_dot_product_attention`."""
+    """False if the processor calls neither `dispatch_attention_fn` nor `scaled_dot_product_attention`, or if there is none:
+    the module computes attention in its own code."""
+
+
+@dataclass(eq=False)
+class ExitSite:
+    """The module that takes the trunk's output as its first argument."""
+
+    denoiser: DenoiserSite
+    module: nn.Module
+    argument: str
+    role: str
+    """Role of the stream that it takes."""
 
 
 @dataclass(eq=False)
@@ -71,6 +87,8 @@ class DenoiserSite:
     arguments: dict[str, int]
     stacks: list[StackSite] = field(default_factory=list)
     attention: list[AttentionSite] = field(default_factory=list)
+    exit: ExitSite | None = None
+    """None: the trunk ends with the last block called."""
 
     @property
     def inner(self) -> nn.Module:
@@ -102,6 +120,10 @@ class Sites:
     @property
     def blocks(self) -> list[BlockSite]:
         return [block for stack in self.stacks for block in stack.blocks]
+
+    @property
+    def exits(self) -> list[ExitSite]:
+        return [denoiser.exit for denoiser in self.denoisers if denoiser.exit is not None]
 
     @property
     def attention(self) -> list[AttentionSite]:
@@ -142,7 +164,7 @@ def find_sites(pipe: Any, hook_map: HookMap) -> Sites:
 def _denoiser_site(name: str, module: nn.Module, hook_map: HookMap) -> DenoiserSite:
     site = DenoiserSite(name, module, {})
     site.arguments = argument_positions(site.inner)
-    for argument in hook_map.conditioning:
+    for argument in (*hook_map.conditioning, *hook_map.trunk_arguments):
         if argument not in site.arguments and hook_map.source != "inferred":
             raise HookMapError(
                 f"hook map {hook_map.name!r}: {name}.forward ({type(site.inner).__name__}) has no argument "
@@ -152,6 +174,8 @@ def _denoiser_site(name: str, module: nn.Module, hook_map: HookMap) -> DenoiserS
         if hook_map.source == "inferred" and not hasattr(site.inner, stack.path):
             continue  # inferred from the first denoiser; a second one of another class has other stacks
         site.stacks.append(_stack_site(site, stack, hook_map))
+    if hook_map.exit:
+        site.exit = _exit_site(site, hook_map)
     owners = {id(block.module): stack for stack in site.stacks for block in stack.blocks}
     site.attention = _attention_sites(site.inner, owners)
     return site
@@ -168,10 +192,12 @@ def _stack_site(denoiser: DenoiserSite, stack: Stack, hook_map: HookMap) -> Stac
         stack.returns or None,
         stack.refiner,
         stack.order,
+        stack.aligned,
     )
+    named = [*stack.streams.values(), *(key.partition(".")[0] for key in stack.aligned or ())]
     for index, module in enumerate(modules):
         arguments = argument_positions(module)
-        for argument in stack.streams.values():
+        for argument in named:
             if argument not in arguments:
                 raise HookMapError(
                     f"hook map {hook_map.name!r}: {denoiser.name}.{stack.path}.{index} ({type(module).__name__}) has no "
@@ -179,6 +205,22 @@ def _stack_site(denoiser: DenoiserSite, stack: Stack, hook_map: HookMap) -> Stac
                 )
         site.blocks.append(BlockSite(site, index, module, arguments))
     return site
+
+
+def _exit_site(denoiser: DenoiserSite, hook_map: HookMap) -> ExitSite:
+    module: nn.Module = denoiser.inner
+    for part in hook_map.exit.split("."):
+        child = dict(module.named_children()).get(part)
+        if child is None:
+            names = [name for name, _ in denoiser.inner.named_children()]
+            raise HookMapError(
+                f"hook map {hook_map.name!r}: {denoiser.name} ({type(denoiser.inner).__name__}) has no module "
+                f"{hook_map.exit!r} at the end of its trunk{nearest(hook_map.exit, names)}"
+            )
+        module = child
+    streams = denoiser.stacks[-1].streams if denoiser.stacks else None
+    argument = next(iter(argument_positions(module)), "")
+    return ExitSite(denoiser, module, argument, "image" if "image" in (streams or {}) else "joint")
 
 
 def _follow(denoiser: DenoiserSite, path: str, hook_map: HookMap) -> nn.ModuleList:
@@ -201,8 +243,15 @@ def _follow(denoiser: DenoiserSite, path: str, hook_map: HookMap) -> nn.ModuleLi
     return module
 
 
+def attends(module: nn.Module) -> bool:
+    """Whether `module` computes attention, through a processor or by itself."""
+    from .processors import reaches_attention
+
+    return callable(getattr(module, "processor", None)) or reaches_attention(type(module))
+
+
 def _attention_sites(root: nn.Module, owners: dict[int, StackSite]) -> list[AttentionSite]:
-    """Every module below `root` with an attention processor, in the order of the module tree."""
+    """Every module below `root` that computes attention, in the order of the module tree."""
     from .processors import reaches_attention
 
     sites: list[AttentionSite] = []
@@ -210,12 +259,12 @@ def _attention_sites(root: nn.Module, owners: dict[int, StackSite]) -> list[Atte
     def visit(module: nn.Module, path: str, stack: StackSite | None) -> None:
         stack = owners.get(id(module), stack)
         processor = getattr(module, "processor", None)
-        if callable(processor):
-            sites.append(
-                AttentionSite(path, module, stack, torch.tensor(len(sites)), reaches_attention(type(processor)))
-            )
+        if attends(module):
+            reachable = callable(processor) and reaches_attention(type(processor))
+            sites.append(AttentionSite(path, module, stack, torch.tensor(len(sites)), reachable))
         for name, child in module.named_children():
-            visit(child, f"{path}.{name}" if path else name, stack)
+            if child is not processor:  # some processors are modules, with weights of their own
+                visit(child, f"{path}.{name}" if path else name, stack)
 
     visit(root, "", None)
     return sites

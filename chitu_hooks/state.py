@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .call import Call
     from .feature import Feature
     from .sites import DenoiserSite
+    from .spans import Spans
 
 Streams = dict[str, Any]
 """Role (`image`, `text`, `joint`; an argument name in an inferred stack) -> (B, S, C) tensor, or None where there is none."""
@@ -32,6 +33,8 @@ class Active(threading.local):
         """The features of the attention seam, read by traced code: None outside a hooked denoiser."""
         self.frame: Any = None
         """The processor call that is underway, see `attention.Frame`."""
+        self.layout: Any = None
+        """How tokens are spread over ranks in the trunk that is underway, for traced code; set by the feature that does it."""
         self.cache_context: str | None = None
         """Name of the `cache_context` that the pipeline has entered."""
 
@@ -89,8 +92,10 @@ class Branch:
 
     Attributes:
         name: the pipeline's `cache_context`, else ``branch N`` in the order of first appearance.
-        residuals: stack number -> role -> exit minus entry of the last computed call, shaped like the stream.
+        residuals: stack number -> role -> exit minus entry of the last computed call, shaped like the stream; or the exit,
+            for a feature with ``reuses = "output"``.
         last_called: stack number -> index of the last block that ran in the last computed call.
+        last_inside: the same, of the blocks that can be skipped.
         signature: shapes and presence of the denoiser's arguments in the last computed call.
         computed, skipped, replaced: number of calls of each kind.
     """
@@ -105,6 +110,9 @@ class Branch:
         self.memory = Memory()
         self.residuals: dict[int, dict[str, torch.Tensor | None]] = {}
         self.last_called: dict[int, int] = {}
+        self.last_inside: dict[int, int] = {}
+        self.spans: Spans | None = None
+        """The blocks that are left out when the trunk is skipped; None before the branch was computed."""
         self.signature: Any = None
         self.skippable = False
         """Whether the last computed call left a residual for every stack that it ran and whose streams are known."""
@@ -117,14 +125,18 @@ class Generation:
     """One ``pipe(...)`` call.
 
     Attributes:
+        args, kwargs: what the pipeline was called with.
         scheduler: the scheduler that the pipeline had when the generation began.
         order: model evaluations per step of the scheduler.
         branches: every branch seen since the schedule was set.
+        saved_flops: FLOPs that features saved inside computed calls.
         notes: things the report should say about this generation, each once.
     """
 
-    def __init__(self, pipe: Any) -> None:
+    def __init__(self, pipe: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
         self.pipe = pipe
+        self.args = args
+        self.kwargs = kwargs or {}
         self.thread = threading.get_ident()
         self.paused = False
         """In a callback of the user: what runs there, a sibling that shares the denoiser say, is not this generation."""
@@ -142,6 +154,7 @@ class Generation:
         self.notes: dict[str, None] = {}
         self.tally: dict[tuple[str, str], dict[str, int]] = {}
         self.peak_bytes = 0
+        self.saved_flops = 0
 
     @property
     def running_here(self) -> bool:
@@ -163,7 +176,7 @@ class Generation:
 
     def close_schedule(self) -> None:
         """Drop every branch, keeping the numbers that the report needs."""
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes())
+        self.measure_held()
         for branch in self.branches:
             tally = self.tally.setdefault(
                 (branch.denoiser.name, branch.name), {"computed": 0, "skipped": 0, "replaced": 0}
@@ -226,6 +239,10 @@ class Generation:
 
     def note(self, text: str) -> None:
         self.notes[text] = None
+
+    def measure_held(self) -> None:
+        """Take account of what is held just now. To be called where it may have grown."""
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes())
 
     def held_bytes(self) -> int:
         """Bytes of the tensors that branches and features hold just now, each storage once."""

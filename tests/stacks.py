@@ -6,7 +6,7 @@ TEXT_IMAGE = ("encoder_hidden_states", "hidden_states")
 IMAGE_TEXT = ("hidden_states", "encoder_hidden_states")
 ONE = ("hidden_states",)
 
-STACKS: dict[str, dict[str, tuple[str, ...] | None]] = {
+STACKS: dict[str, dict[str, tuple[str, ...]]] = {
     "flux": {"transformer_blocks": TEXT_IMAGE, "single_transformer_blocks": TEXT_IMAGE},
     "flux2_klein": {"transformer_blocks": TEXT_IMAGE, "single_transformer_blocks": ONE},
     "qwen": {"transformer_blocks": TEXT_IMAGE},
@@ -22,7 +22,10 @@ STACKS: dict[str, dict[str, tuple[str, ...] | None]] = {
     "cogview4": {"transformer_blocks": IMAGE_TEXT},
     "chroma": {"transformer_blocks": TEXT_IMAGE, "single_transformer_blocks": ONE},
     "auraflow": {"joint_transformer_blocks": TEXT_IMAGE, "single_transformer_blocks": ONE},
-    "hidream": {"double_stream_blocks": IMAGE_TEXT, "single_stream_blocks": ONE, "caption_projection": None},
+    "hidream": {"double_stream_blocks": IMAGE_TEXT, "single_stream_blocks": ONE},
     "ltx": {"transformer_blocks": ONE},
+    "hunyuan_video": {"transformer_blocks": IMAGE_TEXT, "single_transformer_blocks": IMAGE_TEXT},
+    "cogvideox": {"transformer_blocks": IMAGE_TEXT},
+    "mochi": {"transformer_blocks": IMAGE_TEXT},
+    "hunyuan_dit": {"blocks": ONE},
 }
-"""None: a ModuleList that is no stack. HiDream's projections each take a caption of their own."""

@@ -37,6 +37,9 @@ class Notes(Feature):
 
 
 KINDS = {"wan": {"self", "cross"}, "pixart": {"self", "cross"}, "ltx": {"self", "cross"}, "sana": {"cross"}}
+KINDS["hunyuan_dit"] = {"self", "cross"}
+OWN = {"mochi": 2}
+"""Calls of attention in modules that have no processor, in two steps: reported as out of reach."""
 JOINT_AND_SELF = ("sd3", "auraflow", "chroma", "flux2", "flux2_klein", "hidream", "hunyuan_image")
 """Their first blocks attend jointly; later ones, or second attention layers, see one tensor of both."""
 
@@ -45,7 +48,7 @@ JOINT_AND_SELF = ("sd3", "auraflow", "chroma", "flux2", "flux2_klein", "hidream"
 def test_every_layer_is_told_apart(name: str) -> None:
     pipe, notes = build(name), Notes()
     with patch(pipe, [notes]) as handle:
-        run(name, pipe, 1)
+        run(name, pipe, 2)
         reachable = {site.path: int(site.layer) for site in handle.sites.attention if site.reachable}
     assert notes.sites == reachable
     assert len(set(reachable.values())) == len(reachable)
@@ -55,7 +58,7 @@ def test_every_layer_is_told_apart(name: str) -> None:
 def test_kinds_of_attention(name: str) -> None:
     pipe, notes = build(name), Notes()
     with patch(pipe, [notes]):
-        run(name, pipe, 1, length=7)
+        run(name, pipe, 2, length=7)
     if name in KINDS:
         assert notes.kinds == KINDS[name]
         assert notes.spans == {(0, 0)}
@@ -72,7 +75,7 @@ def test_attention_written_out_agrees(name: str) -> None:
     stock = run(name, pipe, 2, length=7)
     with patch(pipe, [Formula()]), SdpaCounter() as sdpa:
         result = run(name, pipe, 2, length=7)
-    assert sdpa.calls == 0, "no attention of the denoiser is left to the stock kernel"
+    assert sdpa.calls == OWN.get(name, 0), "no attention of the denoiser is left to the stock kernel"
     assert difference(result, stock) < 1e-4
 
 

@@ -23,7 +23,8 @@ FEATURES = ["--attention", "--cache", "--cache-arg"]
 OPTIONS = {
     "run": [
         "--prompt", "--prompts", "--negative-prompt", "--steps", "--guidance", "--height", "--width", "--seed",
-        "--num-images", "--image", "--mask", "--num-frames", "--fps", "--set", *MODEL, *FEATURES, "--output",
+        "--num-images", "--image", "--mask", "--num-frames", "--fps", "--set", *MODEL, *FEATURES, "--nproc",
+        "--cfg-parallel", "--ulysses", "--ring", "--gather", "--output",
     ],
     "verify": [
         *MODEL, "--prompt", "--negative-prompt", "--steps", "--guidance", "--height", "--width", "--seed", "--image",
@@ -34,6 +35,10 @@ OPTIONS = {
     "adapt": [
         "--name", "--root", "--finish", "--dtype", "--device", "--require-gpu", "--prompt", "--negative-prompt",
         "--guidance", "--height", "--width", "--image", "--mask", "--num-frames", "--set",
+    ],
+    "calibrate": [
+        "--output", "--prompt", "--prompts", "--negative-prompt", "--steps", "--guidance", "--height", "--width",
+        "--seed", "--num-frames", "--set", *MODEL,
     ],
     "env": [],
 }  # fmt: skip

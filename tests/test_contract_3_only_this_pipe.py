@@ -166,7 +166,7 @@ def test_nothing_outlives_the_last_handle(name: str) -> None:
     backend = attention_dispatch._AttentionBackendRegistry.get_active_backend()
     pipe = build(name)
     _, handle = hooked(pipe)
-    run(name, pipe, 1)
+    run(name, pipe, 2)
     assert torch.nn.functional.scaled_dot_product_attention is sdpa
     assert attention_dispatch.dispatch_attention_fn is dispatch
     assert attention_dispatch._AttentionBackendRegistry.get_active_backend() == backend

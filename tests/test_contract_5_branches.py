@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from matrix.table import Bare
 from probes import Keep, Watch, difference
 from tiny import TINY, build, run
 
-from chitu_hooks import branches, patch
+from chitu_hooks import HookMap, branches, patch
 
 STEPS = 8
 SEQUENTIAL = tuple(name for name, tiny in TINY.items() if tiny.branches == 2)
@@ -195,3 +196,15 @@ def test_a_prompt_that_changes_at_every_step_piles_nothing_up() -> None:
         assert any("keeps changing" in note for note in report.notes)
         held[steps] = report.bytes_held
     assert held[8] == held[4] > 0
+
+
+@pytest.mark.parametrize("conditioning", [("class_labels",), ()], ids=["labels", "nothing known"])
+def test_branches_of_a_driven_model(conditioning: tuple[str, ...]) -> None:
+    """DiT is conditioned on class labels. Where a map names nothing, the place in the step is all there is."""
+    pipe, cache = Bare("DiTTransformer2DModel").build(), Keep(0, 2)
+    hook_map = HookMap("dit", ("Driven",), conditioning=conditioning)
+    with patch(pipe, [cache], hook_map=hook_map) as handle:
+        pipe(4)
+    assert {branch for branch, *_ in cache.log} == {"branch 0", "branch 1"}
+    assert cache.skips == [False, False, True, True] * 2
+    assert len(handle.report().branches) == 2

@@ -21,11 +21,14 @@ METHODS = {
     "denoiser_in": "(self, call: 'Call') -> 'Any | None'",
     "denoiser_out": "(self, call: 'Call') -> 'None'",
     "trunk_in": "(self, call: 'Call', streams: 'Streams') -> 'Streams | None'",
+    "front_out": "(self, call: 'Call', residual: 'Streams') -> 'None'",
     "trunk_out": "(self, call: 'Call', streams: 'Streams') -> 'Streams | None'",
     "block_in": "(self, call: 'Call', block: 'BlockSite', inputs: 'BlockInputs') -> 'Streams | None'",
     "block_out": "(self, call: 'Call', block: 'BlockSite', outputs: 'Streams') -> 'Streams | None'",
     "attention": "(self, q_BSHD: 'torch.Tensor', k_BTHD: 'torch.Tensor', v_BTHD: 'torch.Tensor', "
     "ctx: 'AttentionContext') -> 'torch.Tensor | None'",
+    "attention_with_lse": "(self, q_BSHD: 'torch.Tensor', k_BTHD: 'torch.Tensor', v_BTHD: 'torch.Tensor', "
+    "ctx: 'AttentionContext') -> 'tuple[torch.Tensor, torch.Tensor] | None'",
     "end": "(self, generation: 'Generation') -> 'None'",
     "report": "(self) -> 'dict[str, Any]'",
 }
@@ -71,6 +74,9 @@ def test_attributes_and_their_defaults() -> None:
         "exactness": "exact",
         "order": Order.CACHE,
         "skips_trunk": False,
+        "front": 0,
+        "back": 0,
+        "reuses": "residual",
     }
     assert {order.name: int(order) for order in Order} == {
         "CLOCK": 0,
@@ -95,9 +101,13 @@ def test_fields_of_hook_maps() -> None:
         "stacks",
         "conditioning",
         "guidance",
+        "exit",
+        "trunk_arguments",
         "source",
     ]
-    assert [field.name for field in dataclasses.fields(Stack)] == ["path", "streams", "returns", "order", "refiner"]
+    assert [field.name for field in dataclasses.fields(Stack)] == [
+        *("path", "streams", "returns", "order", "refiner", "aligned"),
+    ]
     hook_map = HookMap("x", ("X",))
     with pytest.raises(dataclasses.FrozenInstanceError):
         hook_map.name = "y"  # type: ignore[misc]

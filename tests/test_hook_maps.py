@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.modular_pipelines import FluxAutoBlocks
 from probes import Keep, Watch
 from snapshot import changes, snapshot
 from tiny import build, run
@@ -48,6 +49,22 @@ BAD: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: flux_map(conditioning=("encoder_hidden_state",)),
         ("transformer.forward", "'encoder_hidden_state'", "nearest: ", "encoder_hidden_states"),
     ),
+    "wrong aligned argument": (
+        lambda: flux_map(stacks=(Stack("transformer_blocks", STREAMS, RETURNS, aligned={"image_rotary.0": "joint"}),)),
+        ("transformer.transformer_blocks.0", "'image_rotary'", "nearest: ", "image_rotary_emb"),
+    ),
+    "wrong exit": (
+        lambda: flux_map(exit="norm_outs"),
+        ("'flux'", "'norm_outs'", "nearest: ", "norm_out"),
+    ),
+    "wrong trunk argument": (
+        lambda: flux_map(trunk_arguments=("controlnet_blocks",)),
+        ("transformer.forward", "'controlnet_blocks'", "nearest: ", "controlnet_block_samples"),
+    ),
+    "a map of another model under this one's name": (
+        lambda: flux_map(stacks=(Stack("blocks", {"image": "hidden_states"}, ("image",)),)),
+        ("FluxTransformer2DModel", "no stack 'blocks'", "transformer_blocks"),
+    ),
     "another model's map": (
         lambda: flux_map(name="wan", pipelines=("WanPipeline",)),
         ("'wan'", "WanPipeline", "not for FluxPipeline"),
@@ -78,6 +95,36 @@ def test_a_map_that_does_not_fit(case: str) -> None:
 def test_a_stack_with_a_wrong_role(arguments: Any, words: tuple[str, ...]) -> None:
     with pytest.raises(HookMapError) as caught:
         Stack("blocks", *arguments)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"pipelines": "FluxPipeline"}, ("'flux'", "pipelines is the word 'FluxPipeline'", "('FluxPipeline',)")),
+        ({"denoisers": "transformer"}, ("denoisers is the word", "('transformer',)")),
+        ({"guidance": "sequentiel"}, ("'sequentiel'", "nearest: sequential")),
+        ({"stacks": (Stack("blocks", {}, ()), Stack("blocks", {}, ()))}, ("'blocks' 2 times",)),
+    ],
+)
+def test_a_map_that_cannot_be_meant_so(change: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(HookMapError) as caught:
+        flux_map(**change)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"returns": "image"}, ("stack 'blocks'", "returns is the word 'image'", "('image',)")),
+        ({"aligned": {"rope": "pixels"}}, ("aligned['rope'] is 'pixels'", "image, text or joint")),
+    ],
+)
+def test_a_stack_that_cannot_be_meant_so(change: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(HookMapError) as caught:
+        Stack(**{"path": "blocks", "streams": STREAMS, "returns": RETURNS, **change})
     for word in words:
         assert word in str(caught.value)
 
@@ -171,6 +218,17 @@ def test_a_pipeline_without_a_denoiser() -> None:
     with pytest.raises(HookMapError, match=r"every denoiser of FluxPipeline \(transformer\) is None"):
         patch(pipe, [Watch()], hook_map=flux_map())
     assert not any("chitu" in key for key in vars(pipe))
+
+
+def test_a_modular_pipeline_without_a_map_of_its_own() -> None:
+    pipe = FluxAutoBlocks().init_pipeline()
+    pipe.update_components(transformer=build("flux").transformer)
+    with pytest.raises(
+        HookMapError, match=r"FluxModularPipeline is a modular pipeline.*pipelines=\('FluxModularPipeline',\)"
+    ):
+        patch(pipe, [Watch()])
+    assert not any("chitu" in key for key in vars(pipe))
+    patch(pipe, [Watch()], hook_map=flux_map(pipelines=("FluxModularPipeline",))).undo()
 
 
 def test_patching_twice() -> None:

@@ -22,7 +22,8 @@ def task(**over: Any) -> DiffusionTask:
 FULL = dict(
     prompts=("a", "b"), model="m", hook_map="h", negative_prompt="n", steps=3, guidance=2.5, height=8, width=16,
     num_images=2, num_frames=5, fps=8.0, seed=11, image="i", mask="k", arguments={"eta": 0.5}, dtype="float16",
-    device="cpu", require_gpu=True, attention="sdpa_math", cache="static", cache_args={"steps": "0,1"}, output="o",
+    device="cpu", require_gpu=True, attention="sdpa_math", cache="static", cache_args={"steps": "0,1"}, nproc=4,
+    cfg_parallel=2, ulysses=2, ring=1, gather=1, output="o",
 )  # fmt: skip
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from probes import SdpaCounter, difference
+import torch
+from matrix.table import Bare
+from probes import Keep, SdpaCounter, Watch, difference
 from stacks import STACKS
 from tiny import build, run
 
-from chitu_hooks import Feature, patch
+from chitu_hooks import Feature, RefusedError, patch
 
 
 class SkipWhenTold(Feature):
@@ -40,6 +42,20 @@ def test_replay_identity(name: str) -> None:
                 other = pipe.transformer(*args, **kwargs)
             assert skipped.calls < computed.calls, streams
             assert difference(_sample(other), _sample(one)) <= 1e-6, streams
+
+
+def test_stacks_that_take_turns_are_refused() -> None:
+    """Latte: a spatial block, a temporal block, and so on; skipped one by one they would be off by a third."""
+    pipe = Bare("LatteTransformer3DModel").build()
+    before = pipe(3)[0]
+    with patch(pipe, [Watch()]):
+        assert torch.equal(pipe(3)[0], before), "watching is exact all the same"
+    with (
+        patch(pipe, [Keep(0)]),
+        pytest.raises(RefusedError, match=r"'transformer_blocks' and 'temporal_.*' take turns"),
+    ):
+        pipe(3)
+    assert torch.equal(pipe(3)[0], before)
 
 
 def _sample(output: Any) -> Any:

@@ -30,6 +30,7 @@ from tiny_parts import (
     with_mask,
     without_text,
 )
+from tiny_video import FURTHER_VIDEO
 
 
 def build(tiny: str | Tiny, layers: int | None = None, seed: int = 0, **config: Any) -> Any:
@@ -318,6 +319,7 @@ MORE: dict[str, Tiny] = {
     "flux_dev": Tiny(flux_dev, flux_embed, SMALL, on(3.5), None, negative=False),
     "flux2": Tiny(flux2, flux2_embed, SMALL, on(4.0), None, negative=False),
     **FURTHER,
+    **FURTHER_VIDEO,
 }
 """Pipelines that only the breadth tests run on."""
 

@@ -6,6 +6,7 @@ Decisions are made outside traced code, see `tracing`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -131,6 +132,17 @@ class NamedAttention(AttentionFeature):
             refuse(layer, refusal, torch.compiler.is_compiling())
         return self.kernel.run(q_BSHD, k_BTHD, v_BTHD, mask, ctx.causal, ctx.scale)
 
+    def attention_with_lse(
+        self, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, ctx: AttentionContext
+    ) -> tuple[Tensor, Tensor]:
+        if not self.kernel.returns_lse:
+            layer = ctx.site.path if ctx.site is not None else "an attention layer"
+            reason = (
+                f"{self.kernel.name} gives no log-sum-exp, by which attention over parts of the keys is put together"
+            )
+            refuse(layer, reason, torch.compiler.is_compiling())
+        return self.kernel.run_with_lse(q_BSHD, k_BTHD, v_BTHD, ctx.scale)
+
     def report(self) -> dict[str, Any]:
         told: dict[str, Any] = {"kernel": self.kernel.name, "layers": len(self.layers)}
         ran = {path for paths in self.seen.values() for path in paths}
@@ -143,9 +155,9 @@ class NamedAttention(AttentionFeature):
 class AutoAttention(AttentionFeature):
     """Each attention call on the fastest measured kernel that can do it, and never on a lossy one.
 
-    The choice comes from a table of measurements by compute capability, dtype, head dim and length, so that runs and
-    ranks agree: every rank reads the same file and times nothing. Where the table has no row, or the user chose a
-    backend for this model in diffusers, the stock call is left as it is.
+    The choice comes from a table of measurements by compute capability, dtype, head dim and length, so that runs agree:
+    nothing is timed. The ranks of one picture go by the first one's table and by the kernels that all of them have. Where
+    the table has no row, or the user chose a backend for this model in diffusers, the stock call is left as it is.
     """
 
     name = "attention=auto"
@@ -160,12 +172,18 @@ class AutoAttention(AttentionFeature):
         """Lower ends of the length buckets in tokens, longest first."""
         self.skipped: dict[str, str] = {}
         """Measured kernels that cannot be used here -> why."""
+        self.told: Callable[[Any], list[Any]] = lambda mine: [mine]
+        """What every rank of this picture says, the first rank's first."""
 
     def bind_layers(self) -> Refusal | None:
-        self.rows = fastest()
+        self.rows = self.told(fastest())[0]
         self.buckets = tuple(sorted({row.tokens for row in self.rows}, reverse=True))
         for name in dict.fromkeys(name for row in self.rows for name in row.kernels):
             self._load(name)
+        usable = self.told(tuple(self.loaded))
+        for name in [name for name in self.loaded if not all(name in names for names in usable)]:
+            del self.loaded[name]
+            self.skipped[name] = "cannot be used on every rank"
         return None
 
     def _load(self, name: str) -> None:
@@ -203,6 +221,21 @@ class AutoAttention(AttentionFeature):
         if ctx.backend is not None:
             return None
         mask = broadcast_mask(q_BSHD, k_BTHD, ctx.mask)
+        kernel = self._kernel(q_BSHD, k_BTHD, v_BTHD, mask, ctx)
+        return None if kernel is None else kernel.run(q_BSHD, k_BTHD, v_BTHD, mask, ctx.causal, ctx.scale)
+
+    def attention_with_lse(
+        self, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, ctx: AttentionContext
+    ) -> tuple[Tensor, Tensor] | None:
+        kernel = self._kernel(q_BSHD, k_BTHD, v_BTHD, None, ctx)
+        if kernel is None or not kernel.returns_lse:
+            return None
+        return kernel.run_with_lse(q_BSHD, k_BTHD, v_BTHD, ctx.scale)
+
+    def _kernel(
+        self, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Any, ctx: AttentionContext
+    ) -> Kernel | None:
+        """The kernel for this call; None leaves it as it is."""
         call = real_call(q_BSHD, k_BTHD, v_BTHD, mask, ctx)
         tokens = self.bucket(min(q_BSHD.shape[1], k_BTHD.shape[1])) if self.buckets else 0
         if torch.compiler.is_compiling():
@@ -210,9 +243,7 @@ class AutoAttention(AttentionFeature):
         else:
             name = self.decide(call, tokens)[0]
             self.saw(call, ctx)
-        if name is None:
-            return None
-        return self.loaded[name].run(q_BSHD, k_BTHD, v_BTHD, mask, ctx.causal, ctx.scale)
+        return None if name is None else self.loaded[name]
 
     def report(self) -> dict[str, Any]:
         told: dict[str, Any] = {"layers": len(self.layers)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -45,11 +46,14 @@ class Group(TyperGroup):
         except (KeyboardInterrupt, typer.Abort):
             code = 130
         except Exception as error:
-            if not (isinstance(error, UserError) or _is_chitu_error(error)):
+            mistake = isinstance(error, UserError) or _is_chitu_error(error)
+            if is_rank():
+                _leave_to_launcher(error, 2 if mistake else 1)
+            if not mistake:
                 raise
             say(error)
             sys.exit(2)
-        if code == 130:
+        if code == 130 and not is_rank():
             say("interrupted; nothing was written")
         sys.exit(code if isinstance(code, int) else 0)
 
@@ -63,6 +67,19 @@ def _fail(error: Any) -> None:
         help_of = f"; {context.command_path} --help lists what there is" if context is not None else ""
         say(error.format_message().rstrip(".") + help_of)
     sys.exit(2)
+
+
+def is_rank() -> bool:
+    """Whether this process is one of those that `chitu run` has started, and that leave the telling to it."""
+    return "CHITU_LAUNCHER" in os.environ and "TORCHELASTIC_ERROR_FILE" in os.environ
+
+
+def _leave_to_launcher(error: Exception, code: int) -> None:
+    """End this rank without a word: its launcher tells why, once for all ranks."""
+    from chitu_diffusion.parallel.launch import write_failure
+
+    write_failure(error, code)
+    os._exit(code)  # what ends in order would wait for the other ranks
 
 
 def _is_chitu_error(error: Exception) -> bool:

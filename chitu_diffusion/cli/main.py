@@ -12,8 +12,9 @@ import typer
 
 from .adapt import adapt
 from .bench import register
+from .calibrate import calibrate
 from .env import env
-from .group import Group
+from .group import Group, is_rank
 from .inspect import inspect
 from .intake import intake
 from .run import run
@@ -34,6 +35,7 @@ app.command()(verify)
 app.command()(inspect)
 app.command()(intake)
 app.command()(adapt)
+app.command()(calibrate)
 app.command()(env)
 register(app)
 
@@ -61,6 +63,10 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with contextlib.suppress(ValueError, AttributeError):  # not the main thread, or no such signal here
         signal.signal(signal.SIGTERM, _terminated)
+    if is_rank():
+        from chitu_diffusion.parallel.launch import end_with_launcher
+
+        end_with_launcher()
     app()
 
 

@@ -13,6 +13,7 @@ from .group import UserError
 PICTURE = "What to draw"
 MODEL = "Which model, where"
 FEATURES = "Hooks"
+RANKS = "Several GPUs, one picture"
 FILES = "Output"
 
 
@@ -21,6 +22,7 @@ def _option(panel: str, name: str, text: str, metavar: str | None = None) -> Any
 
 
 Prompt = Annotated[str | None, _option(PICTURE, "--prompt", "What to draw.", "TEXT")]
+Prompts = Annotated[str | None, _option(PICTURE, "--prompts", "Text file of prompts, one a line.", "FILE")]
 NegativePrompt = Annotated[
     str | None, _option(PICTURE, "--negative-prompt", "What not to draw; acts through guidance.", "TEXT")
 ]
@@ -85,6 +87,26 @@ Cache = Annotated[
 CacheArg = Annotated[
     list[str] | None,
     _option(FEATURES, "--cache-arg", "Parameter of the cache, such as steps=0,1,2,4,8. Repeatable.", "KEY=VALUE"),
+]
+
+
+Nproc = Annotated[
+    int | None,
+    _option(RANKS, "--nproc", "Processes to start on this machine, one a GPU; by the degrees if left out.", "N"),
+]
+CfgParallel = Annotated[
+    int | None, _option(RANKS, "--cfg-parallel", "Ranks over which the branches of guidance are divided.", "N")
+]
+Ulysses = Annotated[
+    int | None, _option(RANKS, "--ulysses", "Ranks over which tokens are divided; attention exchanges heads.", "N")
+]
+Ring = Annotated[
+    int | None,
+    _option(RANKS, "--ring", "Ranks over which tokens are divided; keys and values go round.", "N"),
+]
+Gather = Annotated[
+    int | None,
+    _option(RANKS, "--gather", "Ranks over which tokens are divided; attention gathers keys and values.", "N"),
 ]
 
 

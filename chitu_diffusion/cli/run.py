@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from . import options as o
+from .ranks import starts_ranks
 
 if TYPE_CHECKING:
     from chitu_diffusion.runtime import DiffusionTask, Generator, Result
@@ -15,10 +17,7 @@ if TYPE_CHECKING:
 
 def run(
     prompt: o.Prompt = None,
-    prompts: Annotated[
-        str | None,
-        typer.Option("--prompts", help="Text file of prompts, one a line.", metavar="FILE", rich_help_panel=o.PICTURE),
-    ] = None,
+    prompts: o.Prompts = None,
     negative_prompt: o.NegativePrompt = None,
     steps: o.Steps = None,
     guidance: o.Guidance = None,
@@ -45,6 +44,11 @@ def run(
     attention: o.Attention = None,
     cache: o.Cache = None,
     cache_arg: o.CacheArg = None,
+    nproc: o.Nproc = None,
+    cfg_parallel: o.CfgParallel = None,
+    ulysses: o.Ulysses = None,
+    ring: o.Ring = None,
+    gather: o.Gather = None,
     output: Annotated[
         str | None,
         typer.Option(
@@ -70,9 +74,11 @@ def run(
         prompts=prompt_lines, negative_prompt=negative_prompt, steps=steps, guidance=guidance, height=height,
         width=width, seed=seed, num_images=num_images, image=image, mask=mask, num_frames=num_frames, fps=fps,
         arguments=arguments, model=model, hook_map=hook_map, dtype=dtype, device=device, require_gpu=require_gpu,
-        attention=attention, cache=cache, cache_args=cache_args, output=output,
+        attention=attention, cache=cache, cache_args=cache_args, nproc=nproc,
+        cfg_parallel=cfg_parallel, ulysses=ulysses, ring=ring, gather=gather, output=output,
     )  # fmt: skip
-    draw(task)
+    if not starts_ranks(task):
+        draw(task)
 
 
 def draw(given: DiffusionTask) -> None:
@@ -83,20 +89,28 @@ def draw(given: DiffusionTask) -> None:
     """
     from rich.console import Console
 
+    from chitu_diffusion.parallel.launch import at_end
     from chitu_diffusion.runtime import Generator, Progress, new_folder, write_result
     from chitu_diffusion.runtime.generator import choose, with_defaults
     from chitu_diffusion.runtime.output import default_folder
 
+    from .ranks import in_world
     from .show import show_result, showing_notes
 
     console = Console()
     task = with_defaults(given)
-    choose(task)
-    folder = Path(task.output) if task.output is not None else default_folder(task.prompts[0])
-    with showing_notes(), new_folder(folder) as temporary:
-        with Generator.load(task, watchers=(Progress(Console(stderr=True)),)) as generator:
-            result = generator.generate(task)
-            names = write_result(temporary, result, request_of(given, result, generator))
+    with in_world(task) as first:
+        choose(task)
+        if not first:
+            with Generator.load(task) as generator:
+                generator.generate(task)
+            return
+        folder = Path(task.output) if task.output is not None else default_folder(task.prompts[0])
+        with showing_notes(), new_folder(folder) as temporary:
+            at_end.append(lambda: shutil.rmtree(temporary, ignore_errors=True))
+            with Generator.load(task, watchers=(Progress(Console(stderr=True)),)) as generator:
+                result = generator.generate(task)
+                names = write_result(temporary, result, request_of(given, result, generator))
     show_result(console, folder, names, result)
 
 

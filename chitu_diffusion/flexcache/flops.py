@@ -1,19 +1,33 @@
-"""FLOPs of denoiser calls: counted once per shape on a meta copy with stock processors, by torch's own counter.
+"""FLOPs of denoiser calls: counted once per shape on a copy without data and with stock processors, by torch's own counter.
 
-The counter does not see into compiled graphs or opaque kernels, so the call is repeated on the meta device, where it
-costs no arithmetic: multiplications and additions of matrix products, convolutions and attention, 2 per multiply-add.
+The counter does not see into compiled graphs or opaque kernels, so the call is repeated on the meta device, where it costs
+no arithmetic: multiplications and additions of matrix products, convolutions and attention, 2 per multiply-add.
+
+Meta tensors have a shape but no numbers, and some models look at numbers: which tokens a mask keeps, how long a text is,
+whether there is a picture. Those run a second time, on torch's fake tensors, which is slower: there the call's smaller
+arguments keep their values until they come into touch with a weight.
 """
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from chitu_hooks import Call, Generation
 from chitu_hooks.call import map_tensors
+from chitu_hooks.spans import Spans
+
+KEPT = 2**20
+"""Most elements of an argument that keeps its values."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +43,17 @@ class FlopCount:
     """FLOPs of one denoiser call."""
 
     total: int
-    trunk: int
-    """Of these, inside the stacks: what skipping the trunk saves."""
+    blocks: dict[tuple[str, int], int]
+    """Of these, by path of the stack and index of the block."""
+
+    @property
+    def trunk(self) -> int:
+        """FLOPs of all blocks."""
+        return sum(self.blocks.values())
+
+    def inside(self, spans: dict[str, range]) -> int:
+        """FLOPs of the blocks in `spans`, by path of the stack: what skipping them saves."""
+        return sum(flops for (path, index), flops in self.blocks.items() if index in spans.get(path, ()))
 
 
 def spec_of(value: Any) -> Any:
@@ -38,43 +61,118 @@ def spec_of(value: Any) -> Any:
     return map_tensors(value, lambda tensor: TensorSpec(tuple(tensor.shape), tensor.dtype))
 
 
-def _meta(value: Any) -> Any:
+def _remembered(value: Any) -> Any:
+    """`value` with its large tensors replaced by specs."""
+    return map_tensors(value, lambda t: t if t.numel() <= KEPT and not t.is_meta else spec_of(t))
+
+
+def _filled(value: Any, fill: Callable[[TensorSpec], torch.Tensor]) -> Any:
+    """`value` with every spec replaced by a tensor without data."""
     if isinstance(value, TensorSpec):
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return fill(value)
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
     if isinstance(value, (list, tuple)):
-        return type(value)(_meta(item) for item in value)
+        return type(value)(_filled(item, fill) for item in value)
     if isinstance(value, dict):
-        return {key: _meta(item) for key, item in value.items()}
+        return {key: _filled(item, fill) for key, item in value.items()}
     return value
+
+
+class _MasksAsPlaces(TorchDispatchMode):
+    """Turns ``activation[mask]`` into the places that the mask keeps, while the mask still has its values."""
+
+    INDEXING = frozenset(
+        {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
+    )
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in self.INDEXING:
+            places: list[Any] = []
+            for index in args[1]:
+                is_mask = index is not None and index.dtype == torch.bool
+                places += index.nonzero().unbind(1) if is_mask else [index]
+            args = (args[0], places, *args[2:])
+        return function(*args, **(kwargs or {}))
+
+
+def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """What ``model.to(dtype)`` does, which fails on fake parameters."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_floating_point():
+                setattr(module, name, torch.nn.Parameter(parameter.to(dtype), requires_grad=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))
 
 
 def count_flops(denoiser: Any, args: Any, kwargs: Any, stacks: tuple[str, ...] = ()) -> FlopCount:
     """FLOPs of ``denoiser(*args, **kwargs)``.
 
     Args:
-        denoiser: a diffusers model; a stock one is built from its config on the meta device.
+        denoiser: a diffusers model; a stock one is built from its config, without data.
         args, kwargs: of the call, with tensors or `TensorSpec`s.
         stacks: dotted paths of the stacks.
 
     Raises:
-        NotImplementedError, RuntimeError: the model cannot run on the meta device.
+        Exception: of any kind, where the model's code needs numbers that are not there.
     """
-    dtype = next((p.dtype for p in denoiser.parameters() if p.is_floating_point()), torch.float32)
-    with torch.device("meta"), torch.no_grad():
+    with torch.no_grad():
+        try:
+            counts, root = _count_on_meta(denoiser, spec_of(args), spec_of(kwargs))
+        except Exception:  # models look at numbers in many ways
+            counts, root = _count_on_fakes(denoiser, _remembered(args), _remembered(kwargs))
+    blocks = {}
+    for path, operations in counts.items():
+        stack, _, index = path.removeprefix(f"{root}.").rpartition(".")
+        if stack in stacks:
+            blocks[stack, int(index)] = int(sum(operations.values()))
+    return FlopCount(int(sum(counts["Global"].values())), blocks)
+
+
+def _count_on_meta(denoiser: Any, args: Any, kwargs: Any) -> tuple[dict[str, Any], str]:
+    """FLOPs by module and operation, and the name under which the counter has the whole model."""
+
+    def fill(spec: TensorSpec) -> torch.Tensor:
+        return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+
+    counter = FlopCounterMode(display=False)
+    with torch.device("meta"):
         copy = type(denoiser).from_config(denoiser.config)
-        torch.nn.Module.to(copy, dtype).eval()  # not ModelMixin.to, which warns of modules kept in float32
-        counter = FlopCounterMode(display=False)
+        torch.nn.Module.to(copy, _dtype(denoiser)).eval()  # not ModelMixin.to, which warns of modules kept in float32
         with counter:
-            copy(*_meta(spec_of(args)), **_meta(spec_of(kwargs)))
-    counts = counter.get_flop_counts()
-    root = type(copy).__name__
-    trunk = sum(
-        sum(ops.values())
-        for path, ops in counts.items()
-        for stack in stacks
-        if path.removeprefix(f"{root}.").rpartition(".")[0] == stack
-    )
-    return FlopCount(int(sum(counts["Global"].values())), int(trunk))
+            copy(*_filled(args, fill), **_filled(kwargs, fill))
+    return counter.get_flop_counts(), type(copy).__name__
+
+
+def _count_on_fakes(denoiser: Any, args: Any, kwargs: Any) -> tuple[dict[str, Any], str]:
+    """The same on fake tensors, for models that look at the numbers in their arguments."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fill(spec: TensorSpec) -> torch.Tensor:
+        with mode:
+            return torch.empty(spec.shape, dtype=spec.dtype)
+
+    counter = FlopCounterMode(display=False)
+    with mode:
+        copy = type(denoiser).from_config(denoiser.config).eval()
+        _cast(copy, _dtype(denoiser))
+    # Attention is written out as matrix products, which the counter knows.
+    with counter, _MasksAsPlaces(), sdpa_kernel(SDPBackend.MATH):
+        copy(*_filled(args, fill), **_filled(kwargs, fill))
+    return counter.get_flop_counts(), type(copy).__name__
+
+
+def _dtype(model: torch.nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU, so that nothing of the pipeline is held once the generation is over."""
+    return tensor.to("cpu", copy=True)
 
 
 class Ledger:
@@ -89,44 +187,68 @@ class Ledger:
         self.wanted = 0
         self.skipped = 0
         self.computed = 0
+        self.reused = 0
+        """Calls that were computed, but for parts that were reused."""
+        self._saved_inside = 0
+        self.bytes_held = 0
+        self.seconds = 0.0
+        self._begun = time.perf_counter()
         self._calls: dict[tuple[str, str], tuple[Any, Any, Any, tuple[str, ...]]] = {}
+        self._spans: dict[tuple[str, str], Spans] = {}
         self._tally: dict[tuple[str, str], dict[str, int]] = {}
 
     def see(self, call: Call) -> None:
-        """Remember the shapes of a branch's first call."""
+        """Remember the shapes of a branch's first call, and which blocks of it can be skipped."""
         key = (call.denoiser.name, call.branch.name)
+        self._spans[key] = call.spans
         if key not in self._calls:
             stacks = tuple(stack.path for stack in call.denoiser.stacks)
-            self._calls[key] = (call.denoiser.inner, spec_of(call.args), spec_of(call.kwargs), stacks)
+            shapes = (spec_of(call.args), spec_of(call.kwargs))
+            known = repr((key[0], *shapes)) in self._counts
+            args, kwargs = shapes if known else (_remembered(call.args), _remembered(call.kwargs))
+            self._calls[key] = (call.denoiser.inner, args, kwargs, stacks)
 
     def close(self, generation: Generation) -> None:
+        """The generation is over; on a GPU this waits for it once, so that the seconds are those of the work."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.seconds = time.perf_counter() - self._begun
+        self._calls = {
+            key: (denoiser, map_tensors(args, _own), map_tensors(kwargs, _own), stacks)
+            for key, (denoiser, args, kwargs, stacks) in self._calls.items()
+        }
+        self.bytes_held = generation.peak_bytes
         self._tally = {key: dict(calls) for key, calls in generation.tally.items()}
-        self.skipped = sum(calls["skipped"] + calls["replaced"] for calls in self._tally.values())
-        self.computed = sum(calls["computed"] for calls in self._tally.values())
+        self._saved_inside = generation.saved_flops
+        self.skipped = self.reused + sum(calls["skipped"] + calls["replaced"] for calls in self._tally.values())
+        self.computed = sum(calls["computed"] for calls in self._tally.values()) - self.reused
 
     @property
     def flops(self) -> dict[str, Any]:
         """Total, spent and saved FLOPs of the generation, or the reason why they could not be counted."""
-        total = saved = 0
+        total, saved = 0, self._saved_inside
         for key, calls in self._tally.items():
             if key not in self._calls:
                 continue
             count = self._count(key)
             if isinstance(count, str):
                 return {"not counted": count}
+            paths = self._calls[key][3]
+            spans = {paths[number]: span for number, span in self._spans[key].ranges.items()}
             total += count.total * sum(calls.values())
-            saved += count.trunk * calls["skipped"] + count.total * calls["replaced"]
+            saved += count.inside(spans) * calls["skipped"] + count.total * calls["replaced"]
         return {"full": total, "spent": total - saved, "saved": saved}
 
     def _count(self, key: tuple[str, str]) -> FlopCount | str:
         denoiser, args, kwargs, stacks = self._calls[key]
-        shapes = repr((key[0], args, kwargs))
+        shapes = repr((key[0], spec_of(args), spec_of(kwargs)))
         if shapes not in self._counts:
             try:
                 self._counts[shapes] = count_flops(denoiser, args, kwargs, stacks)
-            except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
-                reason = str(error).splitlines()[0][:120]
-                self._counts[shapes] = f"{type(denoiser).__name__} does not run on the meta device: {reason}"
+            except Exception as error:  # models look at numbers in many ways; a count must not spoil a report
+                reason = next(iter(str(error).splitlines()), type(error).__name__)
+                reason = re.sub(r"<(\S+) object at 0x\w+>", r"\1", reason)[:120]
+                self._counts[shapes] = f"{type(denoiser).__name__} does not run without data: {reason}"
         return self._counts[shapes]
 
     def report(self) -> dict[str, Any]:
@@ -135,4 +257,6 @@ class Ledger:
             "hits": self.skipped,
             "due": self.wanted,
             "flops": self.flops if self._tally else {},
+            "seconds": round(self.seconds, 4),
+            "bytes_held": self.bytes_held,
         }

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from chitu_diffusion.parallel.environment import find_world, in_turn
 from chitu_hooks import Feature, Handle, load_hook_map
 
 from .call import CallPlan, plan_call, read_pictures
@@ -78,10 +79,12 @@ class Generator:
         chosen = choose(task)
         source = model_source(task.model)
         read_pictures(task)
-        device = pick_device(task.device, task.require_gpu)
+        place = local_rank() if task.ranks > 1 else None
+        device = pick_device(task.device, task.require_gpu, place)
         dtype = pick_dtype(task.dtype, device)
         started = time.perf_counter()
-        pipe = load_pipeline(source, dtype=dtype, device=device)
+        with contextlib.nullcontext() if place is None or device == "cpu" else in_turn(place):
+            pipe = load_pipeline(source, dtype=dtype, device=device)
         handle = hook(pipe, chosen)
         synchronizer(torch.device(device))()
         return cls(handle, load_seconds=time.perf_counter() - started, watchers=watchers)
@@ -152,7 +155,24 @@ def choose(task: DiffusionTask) -> dict[str, Any]:
         make_attention(task.attention)
     cache = make_params(task.cache, task.cache_args) if task.cache is not None else None
     hook_map = load_hook_map(task.hook_map) if task.hook_map is not None else None
-    return {"attention": task.attention, "cache": cache, "hook_map": hook_map}
+    return {"attention": task.attention, "cache": cache, "hook_map": hook_map, "parallel": _parallel(task)}
+
+
+def _parallel(task: DiffusionTask) -> Any:
+    """The degrees that were asked for; with ``nproc`` alone, what fits the pipeline."""
+    from chitu_diffusion.parallel import Parallel
+
+    if task.ranks == 1:
+        return None
+    if not (task.cfg_parallel or task.ulysses or task.ring or task.gather):
+        return "auto"
+    return Parallel(cfg=task.cfg_parallel or 1, ulysses=task.ulysses or 1, ring=task.ring or 1, gather=task.gather or 1)
+
+
+def local_rank() -> int:
+    """Number of this process on this machine, as its launcher has it."""
+    world = find_world()
+    return world.local_rank if world is not None else 0
 
 
 def hook(pipe: Any, chosen: dict[str, Any]) -> Handle:

@@ -148,8 +148,11 @@ def _check_weights(part: Path, folder: Path) -> None:
         raise LoadError(f"{str(folder)!r} is half downloaded: {part.name}/ has no weights")
 
 
-def pick_device(device: str, require_gpu: bool = False) -> str:
+def pick_device(device: str, require_gpu: bool = False, rank: int | None = None) -> str:
     """A device that torch has.
+
+    Args:
+        rank: number of this process on this machine, where several share one picture: that of its GPU.
 
     Raises:
         LoadError: there is no such device, or no GPU where one is required.
@@ -160,6 +163,8 @@ def pick_device(device: str, require_gpu: bool = False) -> str:
     if require_gpu and gpu is None:
         raise LoadError("--require-gpu: torch sees no GPU here; chitu env lists the devices it sees")
     found = (gpu or "cpu") if device == "auto" else device
+    if rank is not None and found == "cuda":
+        found = f"cuda:{rank}"
     known = ["auto", "cpu", "cuda", "mps"]
     if re.fullmatch(r"(cpu|mps|cuda(:\d+)?)", found) is None:
         raise LoadError(f"unknown device {device!r}{nearest(device, known)}")

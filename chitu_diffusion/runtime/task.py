@@ -12,6 +12,8 @@ from chitu_hooks.errors import nearest
 
 from .errors import RequestError
 
+DEGREES = ("cfg_parallel", "ulysses", "ring", "gather")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionTask:
@@ -60,6 +62,16 @@ class DiffusionTask:
     """Feature cache; None is none."""
     cache_args: Mapping[str, str] = field(default_factory=dict)
     """Parameters of the cache, as words."""
+    nproc: int | None = None
+    """Processes to start on this machine, one a GPU."""
+    cfg_parallel: int | None = None
+    """Ranks for the branches of guidance."""
+    ulysses: int | None = None
+    """Ranks for the tokens of one branch, exchanging heads."""
+    ring: int | None = None
+    """Ranks for the tokens of one branch, passing keys and values round."""
+    gather: int | None = None
+    """Ranks for the tokens of one branch, gathering keys and values."""
     output: str | None = None
     """Folder to write; None is a new one under ``outputs/``."""
 
@@ -67,7 +79,7 @@ class DiffusionTask:
         object.__setattr__(self, "prompts", (self.prompts,) if isinstance(self.prompts, str) else tuple(self.prompts))
         if not self.prompts:
             raise RequestError("there is no prompt; give one with --prompt, or a file of them with --prompts")
-        for name in ("steps", "height", "width", "num_images", "num_frames"):
+        for name in ("steps", "height", "width", "num_images", "num_frames", "nproc", *DEGREES):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise RequestError(f"{option(name)} {value} is not possible; it is at least 1")
@@ -79,6 +91,14 @@ class DiffusionTask:
             raise RequestError(f"--seed {self.seed} is not possible; it is a whole number from 0 to 2^63 - 1")
         if self.cache is None and self.cache_args:
             raise RequestError(f"--cache-arg {next(iter(self.cache_args))} needs a cache to go to; add --cache NAME")
+
+    @property
+    def ranks(self) -> int:
+        """Processes that make one picture together, by the degrees given; `nproc` if there are none."""
+        given = [getattr(self, name) for name in DEGREES]
+        if all(degree is None for degree in given):
+            return self.nproc or 1
+        return math.prod(degree or 1 for degree in given)
 
     def filled(self, defaults: Mapping[str, Any]) -> DiffusionTask:
         """This task with what it leaves open taken from `defaults`, a mapping of field names."""

@@ -1,0 +1,330 @@
+"""Context parallelism: the tokens of one denoiser call spread over ranks.
+
+Tokens are cut at the trunk's entry, and with them, at every block, the arguments that the hook map names as aligned.
+Attention exchanges what it needs; everything else of a block works on each token alone. At the exit the tokens are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from chitu_hooks import (
+    AttentionContext,
+    BlockInputs,
+    Call,
+    Feature,
+    Generation,
+    GenerationError,
+    HookMap,
+    Order,
+    Refusal,
+    Sites,
+    Streams,
+)
+from chitu_hooks.call import map_tensors
+from chitu_hooks.sites import AttentionSite, BlockSite, StackSite
+from chitu_hooks.state import ACTIVE
+
+from . import exchange
+from .collectives import all_gather_dim, split
+from .layout import Layout, cut, cut_aligned, cut_role, make_layout
+from .masks import key_mask, received_mask
+from .mesh import Mesh
+from .params import Parallel
+
+
+class ContextParallel(Feature):
+    """Ulysses, ring, all-gather of keys and values, or Ulysses inside one of the other two.
+
+    Args:
+        parallel: the degrees.
+        mesh: the ranks.
+    """
+
+    name = "context parallel"
+    exactness = "close"
+    order = Order.CONTEXT
+
+    def __init__(self, parallel: Parallel, mesh: Mesh) -> None:
+        self.parallel = parallel
+        self.axis = mesh.context
+        # Read by traced code: plain numbers and words.
+        self.group = mesh.context.name
+        self.ulysses = parallel.ulysses
+        self.ulysses_group = mesh.ulysses.name
+        self.ulysses_index = mesh.ulysses.index
+        self.outer = parallel.outer
+        self.outer_group = mesh.outer.name
+        self.outer_index = mesh.outer.index
+        self.rings = parallel.ring > 1
+        self.order_of: dict[int, tuple[str, ...]] = {}
+        self.trunk_arguments: tuple[str, ...] = ()
+        self.calls = 0
+        self.seen: dict[str, None] = {}
+
+    # -- first gate ------------------------------------------------------------------------------------------------
+
+    def bind(self, sites: Sites, hook_map: HookMap) -> Refusal | None:
+        self.trunk_arguments = tuple(hook_map.trunk_arguments)
+        for stack in main_stacks(sites):
+            refusal = _refuse_stack(stack, hook_map)
+            if refusal is not None:
+                return refusal
+        for site in sites.attention:
+            refusal = self._refuse_attention(site)
+            if refusal is not None:
+                return refusal
+        return None
+
+    def _refuse_attention(self, site: AttentionSite) -> Refusal | None:
+        if getattr(getattr(site.module, "processor", None), "_parallel_config", None) is not None:
+            return Refusal(f"{site.path}: diffusers' own context parallelism is on", "disable it, then patch")
+        if site.stack is None or site.stack.refiner:
+            return None
+        if not site.reachable:
+            return Refusal(
+                f"{site.path}: what {type(site.module.processor).__name__} computes cannot be intercepted, so tokens on "
+                "other ranks would be left out",
+                "use cfg parallelism only",
+            )
+        heads = getattr(site.module, "heads", None)
+        if isinstance(heads, int) and heads % self.ulysses:
+            fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            return Refusal(
+                f"{site.path} has {heads} heads, which ulysses={self.ulysses} does not divide",
+                f"degrees that fit: {fit}; gather={self.ulysses} takes any number of heads",
+            )
+        return None
+
+    def begin(self, generation: Generation) -> None:
+        self.calls = 0
+        self.seen = {}
+
+    # -- the trunk -------------------------------------------------------------------------------------------------
+
+    def denoiser_in(self, call: Call) -> None:
+        """Cut what the model adds to its streams between blocks."""
+        memory = call.generation.memory(self)
+        memory.added = set()
+
+        def cut_tokens(tensor: Tensor) -> Tensor:
+            memory.added.add(tensor.shape[1])
+            return cut(tensor, 1, split(tensor.shape[1], self.axis.size), self.axis.index)
+
+        for name in self.trunk_arguments:
+            value = call.argument(name)
+            if value is not None:
+                call.set_argument(name, map_tensors(value, cut_tokens))
+
+    def trunk_in(self, call: Call, streams: Streams) -> Streams:
+        order = next(
+            (stack.order for stack in call.denoiser.stacks if not stack.refiner and stack.order), ("text", "image")
+        )
+        layout = make_layout(streams, self.axis.index, self.axis.size, self.parallel.text, order)
+        if layout.shared and (self.rings or (self.ulysses > 1 and self.outer > 1)):
+            raise GenerationError(
+                f"context parallel: {self.parallel} spreads text over its ranks, which text='replicate' forbids and "
+                f"{layout.text[0]} text tokens on {self.axis.size} ranks may be too few for; ulysses or gather alone keep it whole"
+            )
+        ACTIVE.layout = layout
+        self.calls += 1
+        self.seen[_told(layout)] = None
+        memory = call.generation.memory(self)
+        memory.cuts, memory.open = {}, True
+        if memory.added - {sum(layout.image)}:
+            raise GenerationError(
+                f"context parallel: what is added to the trunk has {sorted(memory.added)} tokens, and the trunk "
+                f"{sum(layout.image)}; correct trunk_arguments in the hook map"
+            )
+        packed = not any(layout.text)
+        return {
+            role: None if tensor is None else cut_role(tensor, 1, "image" if packed else role, layout)
+            for role, tensor in streams.items()
+        }
+
+    def block_in(self, call: Call, block: BlockSite, inputs: BlockInputs) -> None:
+        layout = ACTIVE.layout
+        if layout is None or not block.stack.aligned:
+            return
+        cuts = call.generation.memory(self).cuts
+        for key, spec in block.stack.aligned.items():
+            name, _, path = key.partition(".")
+            value = inputs.get(name)
+            if value is not None:
+                inputs.set(name, self._cut_argument(value, path, spec, layout, cuts, block, key))
+
+    def _cut_argument(
+        self, value: Any, path: str, spec: str, layout: Layout, cuts: dict[Any, Any], block: BlockSite, key: str
+    ) -> Any:
+        """The part of `value` at `path`, cut. Blocks are mostly handed the same objects: each is cut once a call."""
+        known = cuts.get((id(value), key))
+        if known is not None:
+            return known[1]
+        if path:
+            place = int(path.partition(".")[0])
+            rest = path.partition(".")[2]
+            item = self._cut_argument(value[place], rest, spec, layout, cuts, block, f"{key}/{rest}")
+            result: Any = type(value)((*value[:place], item, *value[place + 1 :]))
+        elif isinstance(value, Tensor):
+            result = cut_aligned(value, spec, layout, f"{block.path}: {key}")
+        else:
+            result = value
+        cuts[id(value), key] = (value, result)  # held, so that no other object takes its address
+        return result
+
+    def trunk_out(self, call: Call, streams: Streams) -> Streams | None:
+        layout = ACTIVE.layout
+        if layout is None:
+            return None
+        ACTIVE.layout = None
+        memory = call.generation.memory(self)
+        memory.cuts, memory.open = {}, False
+        return {role: None if tensor is None else self._whole(tensor, role, layout) for role, tensor in streams.items()}
+
+    def _whole(self, tensor: Tensor, role: str, layout: Layout) -> Tensor:
+        """All tokens of a stream, in the model's order."""
+        if role == "text":
+            return tensor if layout.shared else all_gather_dim(tensor, 1, layout.text, self.group)
+        text = layout.text[layout.rank]
+        if role == "image" or not any(layout.text):
+            return all_gather_dim(tensor, 1, layout.image, self.group)
+        at = text if layout.text_first else layout.image[layout.rank]
+        first, second = tensor[:, :at], tensor[:, at:]
+        roles = ("text", "image") if layout.text_first else ("image", "text")
+        return torch.cat([self._whole(first, roles[0], layout), self._whole(second, roles[1], layout)], 1)
+
+    def denoiser_out(self, call: Call) -> None:
+        if getattr(call.generation.memory(self), "open", False):
+            raise GenerationError(
+                f"context parallel: {call.denoiser.name} left its trunk without its tokens being gathered"
+            )
+
+    def summed(self, sums: Tensor) -> Tensor:
+        """`sums` over the shares of all ranks: what a cache measures on its share becomes the same number on every rank."""
+        dist.all_reduce(sums, group=self.axis.group)
+        return sums
+
+    # -- attention, traced -----------------------------------------------------------------------------------------
+
+    def attention(self, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, ctx: AttentionContext) -> Tensor | None:
+        layout = ACTIVE.layout
+        if layout is None:
+            return None
+        s = q_BSHD.shape[1]
+        if ctx.kind(s, k_BTHD.shape[1]) == "cross":
+            return None  # every rank has all the keys
+        if ctx.causal or k_BTHD.shape[1] != s:
+            raise GenerationError(
+                f"{ctx.layer}: context parallel cannot spread attention of {s} queries on {k_BTHD.shape[1]} keys"
+                f"{', causal' if ctx.causal else ''}"
+            )
+        sizes, shared = layout.image, False
+        if s != layout.image[layout.rank]:
+            sizes, shared = tuple(a + b for a, b in zip(layout.text, layout.image)), layout.shared
+        if s != sizes[layout.rank]:
+            raise GenerationError(
+                f"{ctx.layer}: attention over {s} tokens, where this rank has {layout.image[layout.rank]} image and "
+                f"{layout.text[layout.rank]} text tokens"
+            )
+        whole = ctx.mask
+        if whole is not None and self.rings:
+            raise GenerationError(
+                f"{ctx.layer}: ring attention is put together from parts without a mask, and this call has one of shape "
+                f"{tuple(whole.shape)}; use ulysses={self.axis.size} or gather={self.axis.size}"
+            )
+        if whole is not None:
+            mask = received_mask(key_mask(whole, q_BSHD.shape[0], s), sizes, layout, self.group)
+            ctx.mask = self._mask_of_heads(mask)
+        try:
+            return self._exchanged(q_BSHD, k_BTHD, v_BTHD, ctx, layout, sizes, shared)
+        finally:
+            ctx.mask = whole
+
+    def _exchanged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ctx: AttentionContext,
+        layout: Layout,
+        sizes: tuple[int, ...],
+        shared: bool,
+    ) -> Tensor:
+        text = layout.text[layout.rank]
+        if self.ulysses > 1 and (q.shape[2] % self.ulysses or k.shape[2] % self.ulysses):
+            raise GenerationError(
+                f"{ctx.layer}: {q.shape[2]} heads on {k.shape[2]} key heads, which ulysses={self.ulysses} does not divide; "
+                "gather takes any number"
+            )
+        if shared and self.outer == 1:
+            return exchange.ulysses_shared(
+                q, k, v, layout.image, layout.rank, text, layout.text_first, self.group, ctx.next
+            )
+        if shared:
+            return exchange.gather_shared(q, k, v, layout.image, text, layout.text_first, self.group, ctx.next)
+        if self.outer == 1:
+            return exchange.ulysses(q, k, v, sizes, self.group, ctx.next)
+        if self.ulysses == 1:
+            return self._outer(q, k, v, sizes, ctx)
+        U = self.ulysses
+        chunks = tuple(sum(sizes[place * U : place * U + U]) for place in range(self.outer))
+        mine = sizes[self.outer_index * U : self.outer_index * U + U]
+
+        def inner(q_BShD: Tensor, k_BSgD: Tensor, v_BSgD: Tensor) -> Tensor:
+            return self._outer(q_BShD, k_BSgD, v_BSgD, chunks, ctx)
+
+        return exchange.ulysses(q, k, v, mine, self.ulysses_group, inner)
+
+    def _outer(self, q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...], ctx: AttentionContext) -> Tensor:
+        """Ring, or gathered keys and values, over the outer axis."""
+        if self.rings:
+            return exchange.ring(q, k, v, sizes, self.outer_index, self.outer_group, ctx.next_with_lse)
+        return exchange.gather(q, k, v, sizes, self.outer_group, ctx.next)
+
+    def _mask_of_heads(self, mask: Tensor) -> Tensor:
+        """The rows of a mask that differs between heads which belong to this rank's heads."""
+        if mask.shape[1] == 1 or self.ulysses == 1:
+            return mask
+        return mask.chunk(self.ulysses, 1)[self.ulysses_index]
+
+    def report(self) -> dict[str, Any]:
+        told: dict[str, Any] = {"ranks": str(self.parallel), "calls spread": self.calls}
+        if self.seen:
+            told["tokens of each rank"] = " or ".join(list(self.seen)[:4])
+        return told
+
+
+def _told(layout: Layout) -> str:
+    words = f", {_numbers(layout.text)} text{' on every rank' if layout.shared else ''}" if any(layout.text) else ""
+    return f"{_numbers(layout.image)} {'image' if words else 'tokens'}{words}"
+
+
+def _numbers(sizes: tuple[int, ...]) -> str:
+    return str(sizes[0]) if len(set(sizes)) == 1 else f"{sizes[0]} or {sizes[-1]}"
+
+
+def main_stacks(sites: Sites) -> Iterator[StackSite]:
+    """The stacks of the trunk."""
+    return (stack for stack in sites.stacks if not stack.refiner)
+
+
+def _refuse_stack(stack: StackSite, hook_map: HookMap) -> Refusal | None:
+    where = f"{stack.denoiser.name}.{stack.path}"
+    if stack.aligned is None or not stack.streams:
+        return Refusal(
+            f"the hook map {hook_map.name!r} ({hook_map.source}) does not say which arguments of {where} have one entry a token",
+            "give that stack aligned={argument: role} in a map of your own",
+        )
+    for block in stack.blocks:
+        for name, module in block.module.named_modules():
+            if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+                return Refusal(
+                    f"{where}.{block.index}.{name} is a convolution, which needs the tokens of other ranks",
+                    "use cfg parallelism only",
+                )
+    return None

@@ -1,0 +1,36 @@
+"""From `Parallel` to features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chitu_hooks import Feature, HookMap, PatchError
+
+from .agree import Agreement
+from .choose import auto_parallel
+from .context import ContextParallel
+from .guidance import GuidanceParallel
+from .mesh import make_mesh
+from .params import Parallel
+from .vae import VaeTiles
+
+
+def make_parallel(parallel: Parallel | str, pipe: Any, hook_map: HookMap) -> list[Feature]:
+    """The features that make one picture on `parallel.ranks` ranks; none for a single rank.
+
+    Raises:
+        PatchError: not a `Parallel`, or no process group that it fits.
+    """
+    if parallel == "auto":
+        parallel = auto_parallel(pipe, hook_map)
+    if not isinstance(parallel, Parallel):
+        raise PatchError(f"parallel={parallel!r} is to be 'auto' or a Parallel, such as Parallel(cfg=2, ulysses=2)")
+    if parallel.ranks == 1:
+        return []
+    mesh = make_mesh(parallel)
+    features: list[Feature] = [Agreement(mesh), VaeTiles(mesh)]
+    if parallel.cfg > 1:
+        features.append(GuidanceParallel(mesh))
+    if parallel.context > 1:
+        features.append(ContextParallel(parallel, mesh))
+    return features

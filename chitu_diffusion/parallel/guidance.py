@@ -1,0 +1,250 @@
+"""Guidance parallelism: the branches of guidance on different ranks.
+
+Batched guidance: each rank takes a part of the batch, and the outputs are gathered. Sequential guidance: each rank runs the
+calls that are its own and hands out an empty tensor for the others; after the last call of a step the ranks exchange, and
+the empty tensors are filled where they are. The pipeline combines the branches afterwards, as it always does.
+
+How many calls a step has is not known in advance: the first step runs all of them everywhere, and a call is left to another
+rank only while the calls come as in the step before. `scheduler.step` settles what was left open.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from chitu_hooks import (
+    Call,
+    ChituWarning,
+    Feature,
+    Generation,
+    GenerationError,
+    HookMap,
+    Order,
+    Refusal,
+    RefusedError,
+    Sites,
+    StepCall,
+)
+from chitu_hooks.state import Branch
+
+from .collectives import all_gather, split
+from .layout import start
+from .mesh import Mesh
+
+
+class Pending:
+    """One call of the step that is underway."""
+
+    __slots__ = ("branch", "owner", "sample")
+
+    def __init__(self, branch: Branch, owner: int | None) -> None:
+        self.branch = branch
+        self.owner = owner
+        """The rank that runs it; None: every rank."""
+        self.sample: Any = None
+
+
+class GuidanceParallel(Feature):
+    """Branches of guidance over the ranks of `mesh.cfg`."""
+
+    name = "cfg parallel"
+    exactness = "close"
+    order = Order.GUIDANCE
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.axis = mesh.cfg
+        self.style = "unknown"
+        self.split = self.left = 0
+
+    def bind(self, sites: Sites, hook_map: HookMap) -> Refusal | None:
+        self.style = hook_map.guidance
+        if self.style == "embedded":
+            return Refusal(
+                f"guidance of {type(sites.pipe).__name__} is an input of the model, so a step has one branch and "
+                f"cfg={self.axis.size} nothing to divide",
+                f"use ulysses={self.axis.size} or gather={self.axis.size}",
+            )
+        return None
+
+    def begin(self, generation: Generation) -> None:
+        space = generation.memory(self)
+        space.calls = []
+        space.plans = {}
+        space.proven = False
+        space.sizes = None
+        self.split = self.left = 0
+
+    # -- one call --------------------------------------------------------------------------------------------------
+
+    def denoiser_in(self, call: Call) -> Tensor | None:
+        space = call.generation.memory(self)
+        plan = space.plans.get(call.denoiser.name, ())
+        place = len(space.calls)
+        follows = all(entry.owner is not None for entry in space.calls)
+        if (
+            self.style != "batched"
+            and len(plan) > 1
+            and follows
+            and place < len(plan)
+            and plan[place][0] is call.branch
+        ):
+            return self._leave_to_owner(call, space, place, plan[place][1])
+        space.calls.append(Pending(call.branch, None))
+        if self.style == "batched" or (self.style == "unknown" and len(plan) == 1):
+            space.sizes = self._slice(call)
+        return None
+
+    def _leave_to_owner(self, call: Call, space: Any, place: int, like: dict[str, Any]) -> Tensor | None:
+        owner = place % self.axis.size
+        space.calls.append(Pending(call.branch, owner))
+        if owner == self.axis.index:
+            return None
+        self.left += 1
+        # Not a number, the first time: a pipeline that reads it before it is filled is then found out at the step.
+        return torch.empty(**like) if space.proven else torch.full(fill_value=torch.nan, **like)
+
+    def _slice(self, call: Call) -> tuple[int, ...] | None:
+        """Cut the batch; None if there are fewer samples than ranks, so that every rank runs all of them."""
+        batch = batch_of(call)
+        if batch < self.axis.size:
+            call.generation.note(f"{self.name}: a batch of {batch} is run whole on each of {self.axis.size} ranks")
+            return None
+        sizes = split(batch, self.axis.size)
+        at = start(sizes, self.axis.index)
+        part = slice(at, at + sizes[self.axis.index])
+        names = {position: name for name, position in call.denoiser.arguments.items()}
+        call.args = tuple(cut_batch(value, batch, part, names.get(i, str(i))) for i, value in enumerate(call.args))
+        call.kwargs = {name: cut_batch(value, batch, part, name) for name, value in call.kwargs.items()}
+        self.split += 1
+        return sizes
+
+    def denoiser_out(self, call: Call) -> None:
+        space = call.generation.memory(self)
+        if space.sizes is not None:
+            sizes, space.sizes = space.sizes, None
+            call.sample = self._gather(call.sample, sizes)
+            return
+        entry = space.calls[-1]
+        entry.sample = call.sample
+        plan = space.plans.get(call.denoiser.name, ())
+        if entry.owner is not None and len(space.calls) == len(plan):
+            self._fill(space)
+
+    def _gather(self, sample: Any, sizes: tuple[int, ...]) -> Any:
+        if isinstance(sample, Tensor):
+            return all_gather(sample, sizes, self.axis.name)
+        if len({item.shape for item in sample}) > 1:
+            raise GenerationError(
+                f"{self.name}: the samples of one batch differ in shape, and cannot be gathered; leave cfg out"
+            )
+        return list(all_gather(torch.stack(list(sample)), sizes, self.axis.name).unbind())
+
+    def _fill(self, space: Any) -> None:
+        """Every rank's samples to all ranks, into the tensors that the pipeline holds already."""
+        for entry in space.calls:
+            mine = entry.owner == self.axis.index
+            message = entry.sample.contiguous() if mine else entry.sample
+            dist.broadcast(message, src=self.axis.ranks[entry.owner], group=self.axis.group)
+            entry.owner = -1
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def step_in(self, step: StepCall) -> None:
+        """Raises:
+        GenerationError: calls of several ranks were left open, so that no rank has what the step needs.
+        RefusedError: the pipeline read a branch before the ranks had exchanged; on every rank, at the first such step.
+        """
+        space = step.generation.memory(self)
+        calls, space.calls = space.calls, []
+        if not calls:
+            return
+        filled = any(entry.owner == -1 for entry in calls)
+        owners = {entry.owner for entry in calls if entry.owner is not None} - {-1}
+        if len(owners) > 1:
+            raise GenerationError(
+                f"{self.name}: this step has {len(calls)} branches, fewer than the one before, and they are on ranks of their "
+                "own; leave cfg out for guidance that changes in this way"
+            )
+        if owners:
+            step.model_output = self._broadcast(step.model_output, owners.pop())
+        elif filled and not space.proven:
+            self._prove(step, calls)
+            space.proven = True
+        self._learn(space, calls)
+
+    def _broadcast(self, tensor: Tensor, owner: int) -> Tensor:
+        tensor = tensor.contiguous()
+        dist.broadcast(tensor, src=self.axis.ranks[owner], group=self.axis.group)
+        return tensor
+
+    def _prove(self, step: StepCall, calls: list[Pending]) -> None:
+        """That the pipeline has not read a tensor before it was filled."""
+        early = step.model_output.isnan().any() & ~torch.stack([entry.sample.isnan().any() for entry in calls]).any()
+        flag = early.to(torch.float32).reshape(1)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.axis.group)
+        if flag.item():
+            raise RefusedError(
+                f"{self.name}: {type(step.generation.pipe).__name__} reads one branch before it runs the next, so they cannot "
+                f"run on {self.axis.size} ranks at once; leave cfg out"
+            )
+
+    def _learn(self, space: Any, calls: list[Pending]) -> None:
+        """The calls of this step, in the expectation that the next has the same."""
+        plans: dict[str, list[tuple[Branch, dict[str, Any]]]] = {}
+        for entry in calls:
+            if not isinstance(entry.sample, Tensor):
+                continue
+            form = {"size": entry.sample.shape, "dtype": entry.sample.dtype, "device": entry.sample.device}
+            plans.setdefault(entry.branch.denoiser.name, []).append((entry.branch, form))
+        space.plans = plans if len(plans) == 1 else {}
+
+    def end(self, generation: Generation) -> None:
+        if generation.steps_done > 1 and not (self.split or self.left or self._ran_foreign(generation)):
+            warnings.warn(
+                f"{self.name}: nothing was divided over its {self.axis.size} ranks; guidance was off, or a step had one branch "
+                "and one sample",
+                ChituWarning,
+                stacklevel=2,
+            )
+
+    def _ran_foreign(self, generation: Generation) -> bool:
+        """Whether some step was divided, and this rank left no call to another: it owned all that there was."""
+        return bool(generation.memory(self).proven)
+
+    def report(self) -> dict[str, Any]:
+        return {"ranks": self.axis.size, "calls split": self.split, "calls left to other ranks": self.left}
+
+
+def batch_of(call: Call) -> int:
+    """Samples in the batch: dim 0 of the denoiser's first argument, or its length if that is a list."""
+    value = call.args[0] if call.args else call.argument(next(iter(call.denoiser.arguments)))
+    return value.shape[0] if isinstance(value, Tensor) else len(value) if isinstance(value, (list, tuple)) else 1
+
+
+def cut_batch(value: Any, batch: int, part: slice, name: str) -> Any:
+    """The samples `part` of an argument: of tensors whose dim 0 is the batch, and of lists with one tensor a sample.
+
+    Raises:
+        GenerationError: a list that could be either one tensor a sample or several tensors of all samples.
+    """
+    if isinstance(value, Tensor):
+        return value[part] if value.dim() and value.shape[0] == batch else value
+    if isinstance(value, dict):
+        return {key: cut_batch(item, batch, part, f"{name}.{key}") for key, item in value.items()}
+    if not isinstance(value, (list, tuple)) or not value:
+        return value
+    tensors = all(isinstance(item, Tensor) for item in value)
+    whole = any(isinstance(item, Tensor) and item.dim() > 1 and item.shape[0] == batch for item in value)
+    if tensors and len(value) == batch:
+        if whole:
+            raise GenerationError(
+                f"cfg parallel: {name} has {len(value)} tensors of {batch} rows, and whether it is one a sample cannot be seen; "
+                "leave cfg out"
+            )
+        return value[part]
+    return type(value)(cut_batch(item, batch, part, name) for item in value)

@@ -1,0 +1,115 @@
+"""The matrix as data and as a page."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import diffusers
+
+from chitu_diffusion import patch
+
+from .modes import MODES, Cell, Trial, outcome
+from .table import NOT_BUILT, Model, models, transformer_classes, variations
+
+COMMAND = "python tests/matrix --write"
+
+
+def row(model: Model) -> dict[str, Any]:
+    """One row: what names it, which hook map it uses, and a cell for each mode."""
+    trial = Trial(model)
+    with patch(trial.pipe) as handle:
+        found = handle.hook_map
+    cells = {mode: outcome(mode, trial) for mode in MODES}
+    return {
+        **model.named(),
+        "hook map": found.name if found.source == "registry" else found.source,
+        "modes": {mode: {"state": cell.state, "note": cell.note} for mode, cell in cells.items()},
+    }
+
+
+def matrix() -> dict[str, Any]:
+    """All rows."""
+    return {
+        "diffusers": diffusers.__version__,
+        "modes": {mode: summary(mode) for mode in MODES},
+        "models": [row(model) for model in models()],
+        "variants": [row(model) for model in variations()],
+        "scoped out": {name: NOT_BUILT[name] for name in transformer_classes() if name in NOT_BUILT},
+    }
+
+
+def summary(mode: str) -> str:
+    """The sentence that says what is tried in `mode`."""
+    return " ".join((MODES[mode].__doc__ or "").split())
+
+
+def as_json(found: dict[str, Any]) -> str:
+    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+
+
+def as_page(found: dict[str, Any]) -> str:
+    """`docs/models.md`."""
+    runs = [line["run as"] for line in found["models"]]
+    driven = runs.count("driven transformer")
+    classes = {line["transformer"] for line in found["models"]}
+    return f"""# Models
+
+Made by `{COMMAND}` from diffusers {found["diffusers"]}; not written by hand. The same as data: [models.json](models.json).
+
+diffusers has {len(classes) + len(found["scoped out"])} transformer classes; {len(classes)} of them were run, at a tiny size \
+with random weights on the CPU: {len(runs) - driven} rows in a whole pipeline of diffusers without text encoders, {driven} \
+as a *driven transformer*, which is called by the smallest pipeline object that denoises, with a scheduler of diffusers and \
+two guidance branches. Speed and pictures are not what this page is about.
+
+Each cell is *works*, *refused* with the reason, or *scoped out* with the reason. A *hook map* is the name of the adapter, or \
+*inferred* where nothing had to be written.
+
+{modes_list(found["modes"])}
+
+{table(["transformer", "run as", "hook map"], found["models"])}
+
+## Variants
+
+Other ways to call a pipeline: each is run with what makes the variant switched on.
+
+{table(["variant", "hook map"], found["variants"])}
+
+## Scoped out
+
+{chr(10).join(f"- `{name}`: {why}." for name, why in found["scoped out"].items())}
+"""
+
+
+def modes_list(modes: dict[str, str]) -> str:
+    return "\n".join(f"- **{mode}**: {what}" for mode, what in modes.items())
+
+
+def table(named: list[str], lines: list[dict[str, Any]]) -> str:
+    """A Markdown table: the cells that name a row, then a cell for each mode."""
+    head = [*named, *MODES]
+    body = [
+        [*(_code(name, line[name]) for name in named), *(_shown(line["modes"][mode]) for mode in MODES)]
+        for line in lines
+    ]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *body])
+
+
+def _code(name: str, value: str) -> str:
+    return f"`{value}`" if name == "transformer" or value.endswith("Pipeline") else value
+
+
+def _shown(cell: dict[str, str]) -> str:
+    text = str(Cell(cell["state"], cell["note"])).replace("|", "\\|").replace("*.", "N.")
+    return re.sub(r"((?:\w+\.)+\w+)", r"`\1`", text) if cell["state"] == "works" else text
+
+
+def failures(found: dict[str, Any]) -> list[str]:
+    """The cells that no published row may have."""
+    return [
+        f"{' '.join(str(value) for value in list(line.values())[:2])}, {mode}: {cell['note']}"
+        for line in [*found["models"], *found["variants"]]
+        for mode, cell in line["modes"].items()
+        if cell["state"] == "fails"
+    ]
