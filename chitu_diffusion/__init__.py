@@ -15,20 +15,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from chitu_hooks import ChituError, Feature, Handle, HookMap, Stack
+    from chitu_hooks import ChituError, Feature, HookMap, Stack
 
-    from .api import patch
-    from .flexcache import Static
+    from .api import Handle, patch
+    from .flexcache import EasyCache, FBCache, MagCache, Static, TaylorSeer
 
-__all__ = ["ChituError", "Feature", "Handle", "HookMap", "Stack", "Static", "patch"]
+__all__ = [
+    "ChituError",
+    "EasyCache",
+    "FBCache",
+    "Feature",
+    "Handle",
+    "HookMap",
+    "MagCache",
+    "Stack",
+    "Static",
+    "TaylorSeer",
+    "patch",
+]
 __version__ = "0.1.0.dev0"
 
 # Each name is imported when it is first asked for: the command line is in this package too, and has to show its help at
 # once and to describe an environment in which diffusers cannot be imported.
 _HOMES = {
-    **dict.fromkeys(("ChituError", "Feature", "Handle", "HookMap", "Stack"), "chitu_hooks"),
-    "Static": "chitu_diffusion.flexcache",
-    "patch": "chitu_diffusion.api",
+    **dict.fromkeys(("ChituError", "Feature", "HookMap", "Stack"), "chitu_hooks"),
+    **dict.fromkeys(("EasyCache", "FBCache", "MagCache", "Static", "TaylorSeer"), "chitu_diffusion.flexcache"),
+    **dict.fromkeys(("Handle", "patch"), "chitu_diffusion.api"),
 }
 
 

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import chitu_hooks
-from chitu_hooks import Feature, Handle, HookMap, PatchError
+from chitu_hooks import Feature, HookMap, PatchError
+from chitu_hooks.patch import patch_as
 
 from .adapters import registry
 from .attention import make_attention
-from .flexcache import Params, make_strategy
+from .flexcache import Params, calibrate, make_strategy
+
+
+class Handle(chitu_hooks.Handle):
+    """What `patch` returns. A context manager; leaving it undoes the patch."""
+
+    def calibrate(
+        self, prompts: Sequence[str | Mapping[str, Any]], path: str | Path | None = None, **arguments: Any
+    ) -> dict[str, Any]:
+        """Measure on this model what strategies need that have no published constants for it.
+
+        Runs the pipeline once for each prompt, computing every step, with the number of steps and the guidance of
+        `arguments`; the measured constants serve any number of steps.
+
+        Args:
+            prompts: texts, or mappings of arguments of the pipeline's call. One tells most; a few tell a little more.
+            path: YAML file to write, for ``MagCache(constants=path)``; None writes none.
+            arguments: further arguments of every call, such as ``num_inference_steps``.
+
+        Returns:
+            What the file holds: the model, how it was measured, and the constants by strategy.
+
+        Raises:
+            PatchError: no prompts, a cache is on, or the runs have fewer than 2 steps.
+        """
+        return calibrate(self, prompts, path, **arguments)
 
 
 def patch(
@@ -47,4 +74,4 @@ def patch(
         chosen.append(make_attention(attention))
     if cache is not None:
         chosen.append(make_strategy(cache))
-    return chitu_hooks.patch(pipe, chosen, hook_map=hook_map, registry=registry())
+    return patch_as(Handle, pipe, chosen, hook_map=hook_map, registry=registry())

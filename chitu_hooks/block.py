@@ -7,14 +7,15 @@ dropped. First and last are the first and last block *called*, which skip-layer 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import infer
 from .call import BlockInputs, Call, StackRun
-from .errors import GenerationError, HookMapError
+from .errors import GenerationError, HookMapError, PatchError
+from .spans import Spans, find_spans
 from .state import ACTIVE, Streams
 
 if TYPE_CHECKING:
@@ -34,14 +35,44 @@ class BlockSeam:
         self.plan()
 
     def plan(self) -> None:
-        """Work out, once, which features of the engine run here."""
+        """Work out, once, which features of the engine run here.
+
+        Raises:
+            PatchError: two features want to skip different parts of the trunk.
+        """
         engine = self.engine
         self.trunk_in = engine.having("trunk_in")
+        self.front_out = engine.having("front_out")
         self.trunk_out = engine.having("trunk_out")
         self.block_in = engine.having("block_in")
         self.block_out = engine.having("block_out")
-        self.keeps_residuals = any(feature.skips_trunk for feature in engine.features)
+        skipping = [feature for feature in engine.features if feature.skips_trunk]
+        self.keeps_residuals = bool(skipping)
         self.observes = bool(self.trunk_in or self.trunk_out or self.block_in or self.block_out)
+        ends = {(feature.front, feature.back): feature for feature in skipping}
+        if len(ends) > 1:
+            names = " and ".join(f"{feature.name} (front, back = {end})" for end, feature in ends.items())
+            raise PatchError(f"{names} skip different parts of the trunk; use one of them")
+        self.front, self.back = next(iter(ends), (0, 0))
+        self._spans: dict[tuple[int, ...], Spans] = {}
+
+    def spans_of(self, call: Call) -> Spans:
+        """What a skip would leave out of `call`, by the order in which its branch runs the stacks or else the map's.
+
+        An inferred map does not know that order, nor which of its lists are stacks: then a branch's first call has no
+        front and leaves no residual, also in later generations, so that all are alike.
+        """
+        if call.branch.spans is not None:
+            return call.branch.spans
+        if (self.front or self.back) and self.engine.hook_map.source == "inferred":
+            return Spans()
+        return self._spans_in_order(call.denoiser.stacks)
+
+    def _spans_in_order(self, stacks: Sequence[StackSite]) -> Spans:
+        order = tuple(id(stack) for stack in stacks)
+        if order not in self._spans:
+            self._spans[order] = find_spans(stacks, self.front, self.back)
+        return self._spans[order]
 
     def enter(self, block: BlockSite, rest: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One block call. `rest` is the chain behind the shim."""
@@ -50,21 +81,28 @@ class BlockSeam:
             return rest(*args, **kwargs)
         stack = block.stack
         run = call.runs.get(stack.number)
+        begins = run is None
         if run is None:
             run = call.runs[stack.number] = StackRun()
         run.last_index = block.index
+        inside = call.spans.covers(stack.number, block.index)
+        if inside:
+            run.last_inside = block.index
         if stack.returns is None:
             return self._unresolved(block, run, call, rest, args, kwargs)
         last = call.branch.last_called.get(stack.number)
         if (
-            run.entry is not None
+            not begins
             and not call.skipping
             and not self.observes
             and last is not None
             and block.index != last
+            and block.index != call.branch.last_inside.get(stack.number)
+            and block is not call.spans.front_end
+            and (run.entry is not None or not inside)
         ):
             return rest(*args, **kwargs)
-        return self._resolved(block, run, call, last, rest, BlockInputs(block, args, kwargs))
+        return self._resolved(block, run, call, begins, inside, rest, BlockInputs(block, args, kwargs))
 
     def leave(self, call: Call) -> None:
         """The denoiser call is over: learn which blocks ran, drop residuals that were not renewed.
@@ -79,7 +117,7 @@ class BlockSeam:
                     path = call.denoiser.stacks[number].path
                     raise GenerationError(
                         f"{call.denoiser.name}.{path}: {branch.name} skipped the trunk, but the model stopped calling blocks at "
-                        f"{run.last_index} and not at {branch.last_called.get(number)} as before"
+                        f"{run.last_index} and not at {branch.last_inside.get(number)} as before"
                     )
             branch.skipped += 1
             return
@@ -90,16 +128,25 @@ class BlockSeam:
         branch.signature = call.signature
         called = {number: run.last_index for number, run in call.runs.items()}
         if self.keeps_residuals:
-            for number in list(branch.residuals):
-                known = branch.last_called.get(number)
-                moved = known is not None and called.get(number) != known
-                if moved or number not in called or not call.runs[number].exited:
-                    del branch.residuals[number]
-            stacks = call.denoiser.stacks
-            branch.skippable = bool(branch.residuals) and all(
-                number in branch.residuals or stacks[number].returns is None for number in called
-            )
+            self._settle_residuals(call, called)
         branch.last_called = called
+
+    def _settle_residuals(self, call: Call, called: dict[int, int]) -> None:
+        """Keep the residuals that were taken at the block that turned out to be the last one."""
+        branch, stacks = call.branch, call.denoiser.stacks
+        inside = {number: run.last_inside for number, run in call.runs.items() if run.last_inside >= 0}
+        if branch.spans is None or list(called) != list(branch.last_called):
+            branch.spans = self._spans_in_order([stacks[number] for number in called])
+        same = branch.spans.ranges == {n: span for n, span in call.spans.ranges.items() if n in called}
+        for number in list(branch.residuals):
+            known = branch.last_inside.get(number)
+            moved = known is not None and inside.get(number) != known
+            if moved or not same or number not in inside or not call.runs[number].exited:
+                del branch.residuals[number]
+        branch.skippable = bool(branch.residuals) and all(
+            number in branch.residuals or stacks[number].returns is None for number in branch.spans.ranges
+        )
+        branch.last_inside = inside
 
     # -- one block -------------------------------------------------------------------------------------------------
 
@@ -108,29 +155,39 @@ class BlockSeam:
         block: BlockSite,
         run: StackRun,
         call: Call,
-        last: int | None,
+        begins: bool,
+        inside: bool,
         rest: Callable[..., Any],
         inputs: BlockInputs,
     ) -> Any:
         stack = block.stack
-        first = run.entry is None
-        if first:
-            self._enter_stack(stack, run, call, inputs)
-        if call.skipping and stack.number in (call.residuals or {}):
-            return self._pass(block, run, call, first, inputs)
+        if begins:
+            self._enter_stack(block, run, call, inputs)
+        opens = inside and run.entry is None
+        if opens:
+            # A block may work in place on its input; a residual needs the entry as it was.
+            run.entry = _streams(inputs, keep=self.keeps_residuals and not call.skipping)
+        if inside and call.skipping and stack.number in (call.residuals or {}):
+            return self._pass(block, run, call, opens, inputs)
         outputs: Any = None
         for feature in self.block_in:
             outputs = feature.block_in(call, block, inputs)
             if outputs is not None:
                 break
         result = rest(*inputs.args, **inputs.kwargs) if outputs is None else pack(outputs, stack)
+        last = call.branch.last_called.get(stack.number)
         exits = block.index == (stack.last if last is None else last)
-        if not (self.block_out or exits or (last is None and self.keeps_residuals)):
+        closes = inside and self.keeps_residuals and self._closes(block, call, last)
+        if not (self.block_out or exits or closes or block is call.spans.front_end):
             return result
-        return self._after(block, run, call, last, exits, result)
+        return self._after(block, run, call, exits, closes, result)
 
-    def _after(self, block: BlockSite, run: StackRun, call: Call, last: int | None, exits: bool, result: Any) -> Any:
-        """Features after a block; the residual at the last one called, or at every one while that is not known yet."""
+    def _closes(self, block: BlockSite, call: Call, last: int | None) -> bool:
+        """Whether the residual is taken after `block`: at the last of its span, or at every one while that is not known."""
+        return last is None or block.index == call.branch.last_inside.get(block.stack.number)
+
+    def _after(self, block: BlockSite, run: StackRun, call: Call, exits: bool, closes: bool, result: Any) -> Any:
+        """Features after a block, and the residual at the last one."""
         stack = block.stack
         outputs = unpack(result, stack)
         changed = False
@@ -138,43 +195,47 @@ class BlockSeam:
             replaced = feature.block_out(call, block, outputs)
             if replaced is not None:
                 outputs, changed = replaced, True
-        if self.keeps_residuals and (exits or last is None):
+        if closes and not call.skipping:
             call.branch.residuals[stack.number] = residual(run.entry or {}, outputs)
             run.exited = True
+        if block is call.spans.front_end:
+            added = residual(run.front_entry or {}, outputs)
+            for feature in self.front_out:
+                feature.front_out(call, added)
         if exits and self._ends_trunk(stack, call):
             replaced = self._leave_trunk(call, outputs)
             if replaced is not None:
                 outputs, changed = replaced, True
         return pack(outputs, stack) if changed else result
 
-    def _pass(self, block: BlockSite, run: StackRun, call: Call, first: bool, inputs: BlockInputs) -> Any:
+    def _pass(self, block: BlockSite, run: StackRun, call: Call, opens: bool, inputs: BlockInputs) -> Any:
         """A block of a skipped trunk: pass on, or at the exit return this call's entry plus the residual."""
         stack = block.stack
         entry = run.entry or {}
-        if block.index != call.branch.last_called[stack.number]:
+        if block.index != call.branch.last_inside[stack.number]:
             streams = inputs.streams()
             # The model may add to what it is handed, in place: it gets a clone, the entry stays whole.
-            return pack({r: _clone(t) for r, t in streams.items()} if first else streams, stack)
+            return pack({r: _clone(t) for r, t in streams.items()} if opens else streams, stack)
         run.exited = True
         residuals = (call.residuals or {})[stack.number]
         outputs = {
             role: None if residuals.get(role) is None else entry[role] + residuals[role] for role in stack.returns or ()
         }
-        if self._ends_trunk(stack, call):
+        if block.index == call.branch.last_called[stack.number] and self._ends_trunk(stack, call):
             outputs = self._leave_trunk(call, outputs) or outputs
         return pack(outputs, stack)
 
-    def _enter_stack(self, stack: StackSite, run: StackRun, call: Call, inputs: BlockInputs) -> None:
+    def _enter_stack(self, block: BlockSite, run: StackRun, call: Call, inputs: BlockInputs) -> None:
+        stack = block.stack
         if self.trunk_in and not call.trunk_entered and not stack.refiner:
             streams = inputs.streams()
             for feature in self.trunk_in:
                 streams = feature.trunk_in(call, streams) or streams
             inputs.replace(streams)
         call.trunk_entered = call.trunk_entered or not stack.refiner
-        entry = inputs.streams()
-        # A block may work in place on its input; a residual needs the entry as it was.
-        keep = self.keeps_residuals and not call.skipping
-        run.entry = {role: _clone(tensor) for role, tensor in entry.items()} if keep else entry
+        front_end = call.spans.front_end
+        if front_end is not None and front_end.stack is stack:
+            run.front_entry = _streams(inputs, keep=True)
 
     def _ends_trunk(self, stack: StackSite, call: Call) -> bool:
         # A call during which the streams were still being learned has not entered the trunk, and leaves it neither.
@@ -200,14 +261,25 @@ class BlockSeam:
         """A block of a stack whose streams are not known yet: run it and learn them from what the next block gets."""
         inputs = BlockInputs(block, args, kwargs)
         if infer.resolve(block, run, inputs):
-            return self._resolved(block, run, call, None, rest, inputs)
+            inside = call.spans.covers(block.stack.number, block.index)
+            return self._resolved(block, run, call, False, inside, rest, inputs)
         kept = infer.snapshot(inputs) if run.probe is None else None
         result = rest(*args, **kwargs)
         infer.record(block, run, inputs, result, kept)
-        if stack_is_single(block) and infer.resolve_single(block, run, result) and self.keeps_residuals:
+        if (
+            stack_is_single(block)
+            and infer.resolve_single(block, run, result)
+            and self.keeps_residuals
+            and call.spans.covers(block.stack.number, 0)
+        ):
             call.branch.residuals[block.stack.number] = residual(run.entry or {}, unpack(result, block.stack))
             run.exited = True
         return result
+
+
+def _streams(inputs: BlockInputs, keep: bool) -> Streams:
+    streams = inputs.streams()
+    return {role: _clone(tensor) for role, tensor in streams.items()} if keep else streams
 
 
 def trunk_end(stack: StackSite, call: Call) -> StackSite:

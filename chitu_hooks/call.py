@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .spans import Spans
 from .state import Branch, Generation, Step, Streams
 
 if TYPE_CHECKING:
@@ -14,14 +15,23 @@ if TYPE_CHECKING:
     from .sites import BlockSite, DenoiserSite
 
 
+NOTHING = Spans()
+"""No block can be skipped."""
+
+
 class StackRun:
     """What one stack has gone through in the call that is underway."""
 
-    __slots__ = ("entry", "exited", "last_index", "probe")
+    __slots__ = ("entry", "exited", "front_entry", "last_index", "last_inside", "probe")
 
     def __init__(self) -> None:
         self.entry: Streams | None = None
+        """The streams at the first block called of those that can be skipped."""
+        self.front_entry: Streams | None = None
+        """The streams at the first block, in the stack where the front blocks end."""
         self.last_index = -1
+        self.last_inside = -1
+        """The last block called of those that can be skipped."""
         self.exited = False
         self.probe: Any = None
         """Inputs and outputs of the block before, while the stack is being inferred."""
@@ -72,6 +82,7 @@ class Call:
         args, kwargs: the arguments, which features may change before the denoiser runs.
         output: what the denoiser returned; `sample` is its first tensor.
         skipping: the trunk is being skipped.
+        spans: the blocks that are left out when the trunk is skipped.
         replaced: the denoiser did not run at all.
     """
 
@@ -88,6 +99,7 @@ class Call:
         "runs",
         "signature",
         "skipping",
+        "spans",
         "step",
         "trunk_entered",
     )
@@ -108,6 +120,7 @@ class Call:
         self.output: Any = None
         self.skipping = False
         self.replaced = False
+        self.spans = NOTHING
         self.runs: dict[int, StackRun] = {}
         self.trunk_entered = False
         self.residuals: dict[int, dict[str, torch.Tensor | None]] | None = None
@@ -128,10 +141,13 @@ class Call:
         return self.branch.skippable and self.branch.signature == self.signature
 
     def skip_trunk(self, residuals: dict[int, dict[str, torch.Tensor | None]] | None = None) -> None:
-        """Skip every stack in this call: its exit returns this call's entry plus the residual.
+        """Skip the trunk in this call, but for its front and back blocks: what is left out adds the residual.
+
+        To be called in `Feature.denoiser_in` or `Feature.front_out`.
 
         Args:
-            residuals: stack number -> role -> tensor shaped like the stream, in place of `Branch.residuals`.
+            residuals: stack number -> role -> tensor shaped like the stream, in place of `Branch.residuals`, a forecast
+                say; it has the same stacks and roles.
 
         Raises:
             ValueError: `can_skip` is False.
@@ -142,8 +158,13 @@ class Call:
         self.skipping = True
 
     @property
+    def input(self) -> Any:
+        """The denoiser's first argument, the noisy sample: a tensor, or a list of them in some models."""
+        return self.args[0] if self.args else self.kwargs.get(next(iter(self.denoiser.arguments)))
+
+    @property
     def sample(self) -> Any:
-        """The denoiser's prediction, the first entry of its output."""
+        """The denoiser's prediction, the first entry of its output: a tensor, or a list of them in some models."""
         output = self.output
         return output if isinstance(output, torch.Tensor) else output[0]
 

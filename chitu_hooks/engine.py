@@ -98,8 +98,8 @@ class Engine:
     def joined(self, features: Iterable[Feature]) -> Iterator[None]:
         """Run `features` too, for a while. Hooks that are in place stay as they are; only missing ones are added."""
         before = list(self.features)
-        self._plan([*before, *features])
         try:
+            self._plan([*before, *features])
             with contextlib.ExitStack() as undo:
                 self.install(undo)
                 yield
@@ -238,6 +238,7 @@ class Engine:
         call.branch = branches.identify(generation, call, self.hook_map.conditioning)
         if self._skips:
             call.signature = branches.signature(call)
+            call.spans = self.blocks.spans_of(call)
         outer = ACTIVE.call, ACTIVE.attention
         ACTIVE.call, ACTIVE.attention = call, self._attention
         try:

@@ -6,7 +6,7 @@ features in the order of `Feature.order`, outermost first, and for the ``*_out``
     generation ── begin ────────────────────────────────────────────────────────────── end
     scheduler.step                                                    step_in, step_out
     denoiser call        denoiser_in ─────────────────────────── denoiser_out
-    trunk                      trunk_in ─────────────────── trunk_out
+    trunk                      trunk_in ─ front_out ─────── trunk_out
     block                            block_in ───── block_out
     attention call                         attention
 """
@@ -59,6 +59,8 @@ class Feature:
         exactness: what the feature does to the output, see `Exactness`.
         order: its place among the features of one seam, see `Order`.
         skips_trunk: the feature calls `Call.skip_trunk`, so the engine keeps every stack's residual for each branch.
+        front, back: blocks at either end of the trunk that a skipped call still computes. Refiners come before the
+            trunk; they are skipped with it only when both are 0.
 
     A feature keeps what belongs to one generation or branch in `Generation.memory` and `Branch.memory`, never on
     itself: the engine drops those when the generation ends, however it ends.
@@ -68,6 +70,8 @@ class Feature:
     exactness: Exactness = "exact"
     order: Order = Order.CACHE
     skips_trunk: bool = False
+    front: int = 0
+    back: int = 0
 
     def bind(self, sites: Sites, hook_map: HookMap) -> Refusal | None:
         """First gate, at patch time: what modules and configuration tell. Nothing is hooked yet."""
@@ -96,6 +100,15 @@ class Feature:
     def trunk_in(self, call: Call, streams: Streams) -> Streams | None:
         """At the entry of the first block called: role -> (B, S, C) tensor. May return other streams."""
         return None
+
+    def front_out(self, call: Call, residual: Streams) -> None:
+        """After the first `front` blocks, in every call; may call ``call.skip_trunk()`` for those that follow.
+
+        Args:
+            call: the denoiser call.
+            residual: role -> (B, S, C) tensor, what these blocks added; where they reach into a second stack, what the
+                blocks of that stack added.
+        """
 
     def trunk_out(self, call: Call, streams: Streams) -> Streams | None:
         """At the exit of the last block called: role -> (B, S, C) tensor. May return other streams."""
@@ -137,7 +150,7 @@ class Feature:
 SEAM_METHODS: dict[str, tuple[str, ...]] = {
     "clock": ("begin", "step_in", "step_out", "end"),
     "denoiser": ("denoiser_in", "denoiser_out"),
-    "block": ("trunk_in", "trunk_out", "block_in", "block_out"),
+    "block": ("trunk_in", "front_out", "trunk_out", "block_in", "block_out"),
     "attention": ("attention",),
 }
 """Which methods hang on which seam."""

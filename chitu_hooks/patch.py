@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -103,6 +103,9 @@ class Handle:
         return f"<Handle on {type(self.pipe).__name__}: {features}{'' if self.active else ', undone'}>"
 
 
+AnyHandle = TypeVar("AnyHandle", bound=Handle)
+
+
 def _no_handle() -> None:
     """What a pickled handle becomes: none."""
 
@@ -130,13 +133,25 @@ def patch(
         HookMapError: no map fits.
         RefusedError: a feature cannot do exactly what it is for on this pipeline. Nothing was changed.
     """
+    return patch_as(Handle, pipe, features, hook_map=hook_map, registry=registry)
+
+
+def patch_as(
+    kind: type[AnyHandle],
+    pipe: Any,
+    features: Sequence[Feature] = (),
+    *,
+    hook_map: HookMap | str | Path | None = None,
+    registry: Sequence[HookMap] = (),
+) -> AnyHandle:
+    """`patch` with a handle of class `kind`, which may have further methods."""
     _check_pipe(pipe)
     found = find_hook_map(pipe, hook_map, registry)
     engine = Engine(find_sites(pipe, found), found, list(features))
     _bind(engine)
     with contextlib.ExitStack() as hooks:
         engine.install(hooks)
-        handle = Handle(engine, hooks.pop_all())
+        handle = kind(engine, hooks.pop_all())
     vars(pipe)[LIVE] = handle
     handle._hooks.callback(vars(pipe).pop, LIVE, None)  # type: ignore[union-attr]
     return handle

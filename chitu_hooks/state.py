@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .call import Call
     from .feature import Feature
     from .sites import DenoiserSite
+    from .spans import Spans
 
 Streams = dict[str, Any]
 """Role (`image`, `text`, `joint`; an argument name in an inferred stack) -> (B, S, C) tensor, or None where there is none."""
@@ -91,6 +92,7 @@ class Branch:
         name: the pipeline's `cache_context`, else ``branch N`` in the order of first appearance.
         residuals: stack number -> role -> exit minus entry of the last computed call, shaped like the stream.
         last_called: stack number -> index of the last block that ran in the last computed call.
+        last_inside: the same, of the blocks that can be skipped.
         signature: shapes and presence of the denoiser's arguments in the last computed call.
         computed, skipped, replaced: number of calls of each kind.
     """
@@ -105,6 +107,9 @@ class Branch:
         self.memory = Memory()
         self.residuals: dict[int, dict[str, torch.Tensor | None]] = {}
         self.last_called: dict[int, int] = {}
+        self.last_inside: dict[int, int] = {}
+        self.spans: Spans | None = None
+        """The blocks that are left out when the trunk is skipped; None before the branch was computed."""
         self.signature: Any = None
         self.skippable = False
         """Whether the last computed call left a residual for every stack that it ran and whose streams are known."""
@@ -163,7 +168,7 @@ class Generation:
 
     def close_schedule(self) -> None:
         """Drop every branch, keeping the numbers that the report needs."""
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes())
+        self.measure_held()
         for branch in self.branches:
             tally = self.tally.setdefault(
                 (branch.denoiser.name, branch.name), {"computed": 0, "skipped": 0, "replaced": 0}
@@ -226,6 +231,10 @@ class Generation:
 
     def note(self, text: str) -> None:
         self.notes[text] = None
+
+    def measure_held(self) -> None:
+        """Take account of what is held just now. To be called where it may have grown."""
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes())
 
     def held_bytes(self) -> int:
         """Bytes of the tensors that branches and features hold just now, each storage once."""

@@ -29,6 +29,10 @@ OPTIONS = {
         *MODEL, "--prompt", "--negative-prompt", "--steps", "--guidance", "--height", "--width", "--seed", "--image",
         "--mask", "--num-frames", "--set", *FEATURES,
     ],
+    "calibrate": [
+        "--output", "--prompt", "--prompts", "--negative-prompt", "--steps", "--guidance", "--height", "--width",
+        "--seed", "--num-frames", "--set", *MODEL,
+    ],
     "env": [],
 }  # fmt: skip
 

@@ -21,6 +21,7 @@ METHODS = {
     "denoiser_in": "(self, call: 'Call') -> 'Any | None'",
     "denoiser_out": "(self, call: 'Call') -> 'None'",
     "trunk_in": "(self, call: 'Call', streams: 'Streams') -> 'Streams | None'",
+    "front_out": "(self, call: 'Call', residual: 'Streams') -> 'None'",
     "trunk_out": "(self, call: 'Call', streams: 'Streams') -> 'Streams | None'",
     "block_in": "(self, call: 'Call', block: 'BlockSite', inputs: 'BlockInputs') -> 'Streams | None'",
     "block_out": "(self, call: 'Call', block: 'BlockSite', outputs: 'Streams') -> 'Streams | None'",
@@ -71,6 +72,8 @@ def test_attributes_and_their_defaults() -> None:
         "exactness": "exact",
         "order": Order.CACHE,
         "skips_trunk": False,
+        "front": 0,
+        "back": 0,
     }
     assert {order.name: int(order) for order in Order} == {
         "CLOCK": 0,

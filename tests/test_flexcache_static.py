@@ -17,6 +17,7 @@ from chitu_diffusion import Static, patch
 from chitu_diffusion.flexcache import count_flops, make_params
 from chitu_hooks import ChituWarning, PatchError, RefusedError
 
+pytestmark = pytest.mark.filterwarnings("ignore:static.*steps are few:chitu_hooks.ChituWarning")
 STEPS = 6
 NOT_ON_META = {"lumina2": "reads its mask's lengths on the host"}
 

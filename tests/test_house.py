@@ -43,7 +43,10 @@ PUBLIC = {
         *("Generation", "GenerationError", "Handle", "HookMap", "HookMapError", "Order", "PatchError", "Refusal"),
         *("RefusedError", "Report", "Sites", "Stack", "Step", "StepCall", "Streams", "load_hook_map", "patch"),
     },
-    "chitu_diffusion": {"ChituError", "Feature", "Handle", "HookMap", "Stack", "Static", "patch"},
+    "chitu_diffusion": {
+        *("ChituError", "EasyCache", "FBCache", "Feature", "Handle", "HookMap", "MagCache", "Stack", "Static"),
+        *("TaylorSeer", "patch"),
+    },
 }
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from .bench import register
+from .calibrate import calibrate
 from .env import env
 from .group import Group
 from .run import run
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(verify)
+app.command()(calibrate)
 app.command()(env)
 register(app)
 

@@ -21,6 +21,7 @@ def _option(panel: str, name: str, text: str, metavar: str | None = None) -> Any
 
 
 Prompt = Annotated[str | None, _option(PICTURE, "--prompt", "What to draw.", "TEXT")]
+Prompts = Annotated[str | None, _option(PICTURE, "--prompts", "Text file of prompts, one a line.", "FILE")]
 NegativePrompt = Annotated[
     str | None, _option(PICTURE, "--negative-prompt", "What not to draw; acts through guidance.", "TEXT")
 ]

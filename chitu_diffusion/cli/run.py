@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 def run(
     prompt: o.Prompt = None,
-    prompts: Annotated[
-        str | None,
-        typer.Option("--prompts", help="Text file of prompts, one a line.", metavar="FILE", rich_help_panel=o.PICTURE),
-    ] = None,
+    prompts: o.Prompts = None,
     negative_prompt: o.NegativePrompt = None,
     steps: o.Steps = None,
     guidance: o.Guidance = None,

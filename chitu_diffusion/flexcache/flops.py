@@ -6,6 +6,7 @@ costs no arithmetic: multiplications and additions of matrix products, convoluti
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from chitu_hooks import Call, Generation
 from chitu_hooks.call import map_tensors
+from chitu_hooks.spans import Spans
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,17 @@ class FlopCount:
     """FLOPs of one denoiser call."""
 
     total: int
-    trunk: int
-    """Of these, inside the stacks: what skipping the trunk saves."""
+    blocks: dict[tuple[str, int], int]
+    """Of these, by path of the stack and index of the block."""
+
+    @property
+    def trunk(self) -> int:
+        """FLOPs of all blocks."""
+        return sum(self.blocks.values())
+
+    def inside(self, spans: dict[str, range]) -> int:
+        """FLOPs of the blocks in `spans`, by path of the stack: what skipping them saves."""
+        return sum(flops for (path, index), flops in self.blocks.items() if index in spans.get(path, ()))
 
 
 def spec_of(value: Any) -> Any:
@@ -68,13 +79,12 @@ def count_flops(denoiser: Any, args: Any, kwargs: Any, stacks: tuple[str, ...] =
             copy(*_meta(spec_of(args)), **_meta(spec_of(kwargs)))
     counts = counter.get_flop_counts()
     root = type(copy).__name__
-    trunk = sum(
-        sum(ops.values())
-        for path, ops in counts.items()
-        for stack in stacks
-        if path.removeprefix(f"{root}.").rpartition(".")[0] == stack
-    )
-    return FlopCount(int(sum(counts["Global"].values())), int(trunk))
+    blocks = {}
+    for path, operations in counts.items():
+        stack, _, index = path.removeprefix(f"{root}.").rpartition(".")
+        if stack in stacks:
+            blocks[stack, int(index)] = int(sum(operations.values()))
+    return FlopCount(int(sum(counts["Global"].values())), blocks)
 
 
 class Ledger:
@@ -89,17 +99,27 @@ class Ledger:
         self.wanted = 0
         self.skipped = 0
         self.computed = 0
+        self.bytes_held = 0
+        self.seconds = 0.0
+        self._begun = time.perf_counter()
         self._calls: dict[tuple[str, str], tuple[Any, Any, Any, tuple[str, ...]]] = {}
+        self._spans: dict[tuple[str, str], Spans] = {}
         self._tally: dict[tuple[str, str], dict[str, int]] = {}
 
     def see(self, call: Call) -> None:
-        """Remember the shapes of a branch's first call."""
+        """Remember the shapes of a branch's first call, and which blocks of it can be skipped."""
         key = (call.denoiser.name, call.branch.name)
+        self._spans[key] = call.spans
         if key not in self._calls:
             stacks = tuple(stack.path for stack in call.denoiser.stacks)
             self._calls[key] = (call.denoiser.inner, spec_of(call.args), spec_of(call.kwargs), stacks)
 
     def close(self, generation: Generation) -> None:
+        """The generation is over; on a GPU this waits for it once, so that the seconds are those of the work."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.seconds = time.perf_counter() - self._begun
+        self.bytes_held = generation.peak_bytes
         self._tally = {key: dict(calls) for key, calls in generation.tally.items()}
         self.skipped = sum(calls["skipped"] + calls["replaced"] for calls in self._tally.values())
         self.computed = sum(calls["computed"] for calls in self._tally.values())
@@ -114,8 +134,10 @@ class Ledger:
             count = self._count(key)
             if isinstance(count, str):
                 return {"not counted": count}
+            paths = self._calls[key][3]
+            spans = {paths[number]: span for number, span in self._spans[key].ranges.items()}
             total += count.total * sum(calls.values())
-            saved += count.trunk * calls["skipped"] + count.total * calls["replaced"]
+            saved += count.inside(spans) * calls["skipped"] + count.total * calls["replaced"]
         return {"full": total, "spent": total - saved, "saved": saved}
 
     def _count(self, key: tuple[str, str]) -> FlopCount | str:
@@ -135,4 +157,6 @@ class Ledger:
             "hits": self.skipped,
             "due": self.wanted,
             "flops": self.flops if self._tally else {},
+            "seconds": round(self.seconds, 4),
+            "bytes_held": self.bytes_held,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,37 +13,221 @@ import yaml
 from chitu_hooks import PatchError
 from chitu_hooks.errors import nearest
 
+from .constants import published_schedule
+from .schedule import SCHEDULES
+
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """Base class: a strategy's parameters, named after it."""
+    """Base class: a strategy's parameters, and the limits that all strategies share.
+
+    Positions are those of the schedule of one generation, whatever number of steps it has: the two stages of an order-2
+    step share one, and image to image counts the steps that it really runs.
+
+    Raises:
+        PatchError: a value is out of its range.
+    """
 
     strategy: ClassVar[str] = ""
+
+    warmup: int = 1
+    """Positions at the start that are always computed, at least 1."""
+    cooldown: int = 0
+    """Positions at the end that are always computed, at least 0."""
+    max_consecutive: int | None = None
+    """Most positions to skip in a row, at least 1; None sets no limit."""
+
+    def __post_init__(self) -> None:
+        self._whole("warmup", least=1)
+        self._whole("cooldown", least=0)
+        self._whole("max_consecutive", least=1, optional=True)
+
+    def _whole(self, name: str, least: int, most: int | None = None, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if optional and value is None:
+            return
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole or value < least or (most is not None and value > most):
+            range_ = f"from {least}" if most is None else f"from {least} to {most}"
+            none = " or none" if optional else ""
+            raise PatchError(f"{self.strategy}: {name} is a whole number {range_}{none}, not {value!r}")
+
+    def _number(self, name: str, least: float = 0.0, most: float = math.inf) -> None:
+        value = getattr(self, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not least <= value <= most:  # NaN is in no range
+            range_ = f"from {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+            raise PatchError(f"{self.strategy}: {name} is a number {range_}, not {value!r}")
+
+    def _word(self, name: str, words: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in words:
+            raise PatchError(
+                f"{self.strategy}: {name} is {' or '.join(words)}, not {value!r}{nearest(str(value), words)}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Static(Params):
-    """Compute the given steps; at the others skip the trunk and add the residual of the last computed step.
+    """Compute the given steps; at the others skip the trunk and add the residual of the computed ones.
 
-    Raises:
-        PatchError: a step is negative or no whole number, or step 0 is missing.
+    Needs no data of the batch, so nothing waits for the device. Published schedules (LeMiCa, https://arxiv.org/abs/2511.00090;
+    MeanCache, https://arxiv.org/abs/2601.19961) are asked for by name, see ``adapters/data``.
     """
 
     strategy: ClassVar[str] = "static"
 
-    steps: tuple[int, ...]
-    """Schedule positions to compute, from 0; both stages of an order-2 step count as one position."""
+    steps: tuple[int, ...] | str
+    """Schedule positions to compute, from 0; or `uniform` or `growing` (dense at the start) with a `budget`; or the name
+    of a published schedule, which is stretched to the number of steps of the generation."""
+    budget: int | None = None
+    """For `uniform` and `growing`: positions to compute, at least 1."""
+    forecast: str = "hold"
+    """What stands for the residual at a skipped step: `hold`, the last computed one; `linear`, the line through the last
+    two."""
 
     def __post_init__(self) -> None:
-        steps = self.steps if isinstance(self.steps, (tuple, list, set, frozenset, range)) else (self.steps,)
-        if not all(isinstance(step, int) and not isinstance(step, bool) and step >= 0 for step in steps):
-            raise PatchError(f"static: steps are whole numbers from 0, not {self.steps!r}")
-        if 0 not in steps:
-            raise PatchError(f"static: step 0 has nothing to reuse; add 0 to steps={tuple(sorted(steps))}")
-        object.__setattr__(self, "steps", tuple(sorted(set(steps))))
+        super().__post_init__()
+        self._word("forecast", ("hold", "linear"))
+        self._whole("budget", least=1, optional=True)
+        if isinstance(self.steps, str):
+            if (self.steps in SCHEDULES) != (self.budget is not None):
+                raise PatchError(
+                    f"{self.strategy}: budget, the number of steps to compute, belongs to {' and '.join(SCHEDULES)}; "
+                    f"got steps={self.steps!r} and budget={self.budget!r}"
+                )
+            if self.budget is None:
+                published_schedule(self.steps)
+            return
+        if self.budget is not None:
+            raise PatchError(f"{self.strategy}: budget belongs to {' and '.join(SCHEDULES)}, not to a list of steps")
+        object.__setattr__(self, "steps", checked_steps(self.strategy, self.steps))
 
 
-PARAMS: dict[str, type[Params]] = {cls.strategy: cls for cls in (Static,)}
+def checked_steps(strategy: str, given: Any) -> tuple[int, ...]:
+    """A list of positions, sorted.
+
+    Raises:
+        PatchError: a step is negative or no whole number, or step 0 is missing.
+    """
+    steps = given if isinstance(given, (tuple, list, set, frozenset, range)) else (given,)
+    if not all(isinstance(step, int) and not isinstance(step, bool) and step >= 0 for step in steps):
+        raise PatchError(f"{strategy}: steps are whole numbers from 0, not {given!r}")
+    if 0 not in steps:
+        raise PatchError(f"{strategy}: step 0 has nothing to reuse; add 0 to steps={tuple(sorted(steps))}")
+    return tuple(sorted(set(steps)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FBCache(Params):
+    """Compute the first blocks, and skip the middle ones while what the first ones add hardly changes.
+
+    First-block cache of ParaAttention (https://github.com/chengzeyi/ParaAttention) with ``front=1, back=0``; DBCache of
+    cache-dit (https://github.com/vipshop/cache-dit) with more of either, such as ``front=8, threshold=0.08, warmup=8``.
+    """
+
+    strategy: ClassVar[str] = "fbcache"
+
+    threshold: float = 0.08
+    """Skip while the relative L1 change of the front residual since the last computed step is below this; 0 computes all."""
+    front: int = 1
+    """Blocks at the start of the trunk that are always computed (Fn), at least 1; refiners do not count."""
+    back: int = 0
+    """Blocks at the end of the trunk that are always computed (Bn), at least 0."""
+    order: int = 0
+    """Order of the forecast of the middle residual, 0 to 4; 0 holds the last one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._number("threshold")
+        self._whole("front", least=1)
+        self._whole("back", least=0)
+        self._whole("order", least=0, most=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MagCache(Params):
+    """Skip while the product of published or measured ratios of residual magnitudes stays near 1.
+
+    Ma et al. 2025, https://arxiv.org/abs/2506.09045. The ratios belong to a model and are stretched to any number of steps;
+    where none are published, `chitu calibrate` measures them. Decisions wait for nothing and are the same for every batch.
+    """
+
+    strategy: ClassVar[str] = "magcache"
+
+    threshold: float = 0.06
+    """Most accumulated error, a sum of |1 - product of ratios|; 0 computes all."""
+    max_consecutive: int | None = 3
+    """Most positions to skip in a row, at least 1; None sets no limit."""
+    retention: float = 0.2
+    """Part of the steps at the start that is always computed, 0 to 1."""
+    ratios: tuple[float, ...] | None = None
+    """Ratio of each position's residual magnitude to that of the one before, from position 1; None takes them from
+    `constants`, else the published ones of this model."""
+    constants: str | None = None
+    """File that `chitu calibrate` wrote."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._number("threshold")
+        self._number("retention", most=1.0)
+        if self.ratios is not None:
+            ratios = self.ratios if isinstance(self.ratios, (tuple, list)) else (self.ratios,)
+            if not all(isinstance(r, (int, float)) and not isinstance(r, bool) and 0 < r < math.inf for r in ratios):
+                raise PatchError(f"magcache: ratios are numbers above 0, not {self.ratios!r}")
+            object.__setattr__(self, "ratios", tuple(float(r) for r in ratios))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EasyCache(Params):
+    """Skip while the change of the output, predicted from that of the input, adds up to less than a threshold.
+
+    Zhou et al. 2025, https://arxiv.org/abs/2507.02860. Needs no blocks and no data of the model: a skipped step runs nothing of the
+    denoiser; the output is the input plus the last difference of the two.
+    """
+
+    strategy: ClassVar[str] = "easycache"
+
+    threshold: float = 0.05
+    """Compute once the accumulated relative change reaches this; 0 computes all."""
+    warmup: int = 5
+    """Positions at the start that are always computed, at least 1."""
+    cooldown: int = 1
+    """Positions at the end that are always computed, at least 0."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._number("threshold")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaylorSeer(Params):
+    """Compute every `interval`-th step, and forecast between them by finite differences.
+
+    Liu et al. 2025, https://arxiv.org/abs/2503.06923. What each block adds is forecast as a sum over blocks, which is the same
+    as forecasting block by block and takes one tensor a stream instead of one a block.
+    """
+
+    strategy: ClassVar[str] = "taylorseer"
+
+    interval: int = 4
+    """Compute one position in this many after `warmup`, at least 1; 1 computes all."""
+    order: int = 1
+    """Highest difference that is used, 0 to 4; 0 holds the last value."""
+    on: str = "residual"
+    """What is forecast: `residual`, what the trunk adds to this step's input; `feature`, what leaves the trunk, whatever
+    went in."""
+    warmup: int = 3
+    """Positions at the start that are always computed, at least 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._whole("interval", least=1)
+        self._whole("order", least=0, most=4)
+        self._word("on", ("residual", "feature"))
+
+
+PARAMS: dict[str, type[Params]] = {cls.strategy: cls for cls in (Static, FBCache, MagCache, EasyCache, TaylorSeer)}
 """Strategy name -> its parameters."""
 
 

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from chitu_hooks import PatchError
 
 from ..params import Params, make_params
 from .base import Strategy
+from .easycache import EasyCacheStrategy
+from .fbcache import FBCacheStrategy
+from .magcache import MagCacheStrategy
 from .static import StaticStrategy
+from .taylorseer import taylorseer
 
-STRATEGIES: dict[str, type[Strategy]] = {"static": StaticStrategy}
-"""Strategy name -> class; it is made from its params."""
+STRATEGIES: dict[str, Callable[[Any], Strategy]] = {
+    "static": StaticStrategy,
+    "fbcache": FBCacheStrategy,
+    "magcache": MagCacheStrategy,
+    "easycache": EasyCacheStrategy,
+    "taylorseer": taylorseer,
+}
+"""Strategy name -> what makes it from its params."""
 
 
 def make_strategy(cache: str | Params) -> Strategy:

@@ -1,88 +1,100 @@
-"""What every step-level strategy shares: the decision, the skip, and the books."""
+"""What every strategy shares: the limits, the decision, the skip, the forecast, and the books."""
 
 from __future__ import annotations
 
+import math
 import warnings
-from typing import Any
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
-from chitu_hooks import Call, ChituWarning, Feature, Generation, HookMap, Order, Refusal, Sites
+import torch
+
+from chitu_hooks import Branch, Call, ChituWarning, Feature, Generation, HookMap, Order, Refusal, Sites
 
 from ..flops import Ledger
+from ..forecast import Tree, extrapolate, updated
 from ..params import Params
-
-DIFFUSERS_CACHES = (
-    "fbc_",
-    "mag_cache",
-    "pyramid_attention",
-    "taylorseer",
-    "faster_cache",
-    "sea_cache",
-    "text_kv_cache",
-)
-"""How the names begin under which diffusers 0.42 registers the hooks of its caches, also by ``apply_…(transformer)``."""
+from .checks import cache_of_diffusers, few_steps, stochastic, too_few_blocks
 
 
 class Strategy(Feature):
-    """Skips the trunk where `wants` says so and a residual is there.
+    """Skips the trunk where `wants` says so, the shared limits allow it and a residual is there.
 
-    A subclass writes `wants`. State that belongs to a branch goes to ``call.branch.memory(self)``.
+    A subclass writes `wants`, and if it needs them `look` and `learn`. What belongs to one branch lives in
+    ``self.memory(branch)`` and is gone when the generation ends.
+
+    Attributes:
+        adaptive: decisions depend on the data of the batch: the report then declares ``batch_coupled``.
+        start: names and first values of what the strategy keeps for each branch.
+        order_of_forecast: highest difference by which the residual is extrapolated; 0 holds it.
+        reduce: applied to a tensor of sums of absolute values before a decision reads it. A feature that shards tokens
+            puts an all-reduce (sum) here, so that every rank divides the same sums and decides alike.
     """
 
     exactness = "lossy"
     order = Order.CACHE
     skips_trunk = True
+    adaptive: ClassVar[bool] = False
+    start: ClassVar[dict[str, Any]] = {}
+    order_of_forecast: int = 0
 
     def __init__(self, params: Params) -> None:
         self.params = params
         self.name = params.strategy
         self.ledger = Ledger()
+        self.reduce: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums
+
+    # -- what a strategy says ---------------------------------------------------------------------------------------
 
     def wants(self, call: Call) -> bool:
-        """Whether the policy would skip the trunk in this call. Every rank has to come to the same answer."""
+        """Whether the policy would skip this call. Every rank has to come to the same answer.
+
+        Asked once a position, where `warmup`, `cooldown` and `max_consecutive` allow a skip.
+        """
         raise NotImplementedError
 
+    def look(self, call: Call) -> None:
+        """Before every decision, also where the limits forbid a skip."""
+
+    def learn(self, call: Call) -> None:
+        """After every computed call."""
+
+    @property
+    def full_budget(self) -> bool:
+        """Whether these parameters never skip, so that a generation without a hit is what was asked for."""
+        return False
+
+    # -- the feature ------------------------------------------------------------------------------------------------
+
     def bind(self, sites: Sites, hook_map: HookMap) -> Refusal | None:
-        """Refuse where diffusers' own cache is on: two caches would skip each other's work."""
-        for denoiser in sites.denoisers:
-            if getattr(denoiser.inner, "is_cache_enabled", False):
-                return Refusal(
-                    f"{denoiser.name} has diffusers' own cache enabled", f"call {denoiser.name}.disable_cache() first"
-                )
-            for path, module in denoiser.inner.named_modules():
-                for name in getattr(getattr(module, "_diffusers_hook", None), "hooks", ()):
-                    if name.startswith(DIFFUSERS_CACHES):
-                        return Refusal(
-                            f"{denoiser.name}.{path} carries {name!r}, a cache of diffusers",
-                            "take it off, or load the pipeline anew",
-                        )
-        return None
+        """Refuse where diffusers' own cache is on, or where the front and back blocks are all there are."""
+        return cache_of_diffusers(sites) or too_few_blocks(sites, self.front, self.back)
 
     def begin(self, generation: Generation) -> None:
         self.ledger.begin()
 
-    def denoiser_in(self, call: Call) -> None:
+    def denoiser_in(self, call: Call) -> Any | None:
         self.ledger.see(call)
-        if not self.wants(call):
+        self.look(call)
+        if not self.front and self.decide(call):
+            call.skip_trunk(self.forecast(call))
+        return None
+
+    def denoiser_out(self, call: Call) -> None:
+        if call.skipping or call.replaced:
             return
-        self.ledger.wanted += 1
-        if call.can_skip:
-            call.skip_trunk()
-        elif call.branch.computed:
-            why = (
-                "the shapes or the presence of the denoiser's arguments changed since the last computed step"
-                if call.branch.skippable
-                else "the last computed step left no residual for some stack"
-            )
-            call.generation.note(
-                f"{self.name}: {call.branch.name} computed position {call.step.position} although a skip was due: {why}"
-            )
+        memory = self.memory(call.branch)
+        memory.run = 0
+        if self.order_of_forecast and call.branch.skippable:
+            self._remember(memory, call)
+        self.learn(call)
+        call.generation.measure_held()
 
     def end(self, generation: Generation) -> None:
         self.ledger.close(generation)
-        if self.ledger.wanted and not self.ledger.skipped and generation.steps_done:
-            warnings.warn(
-                f"{self.name}: {self.ledger.wanted} skips were due and none happened", ChituWarning, stacklevel=2
-            )
+        if generation.steps_done and not self.ledger.skipped and not self.full_budget and self._idle:
+            warnings.warn(f"{self.name}: {self._idle}", ChituWarning, stacklevel=2)
         elif not generation.steps_done and any(calls["computed"] > 1 for calls in generation.tally.values()):
             warnings.warn(
                 f"{self.name}: the pipeline took no step of its scheduler, so every call counted as position 0 and was "
@@ -92,7 +104,100 @@ class Strategy(Feature):
             )
 
     def report(self) -> dict[str, Any]:
-        return {"params": _plain(self.params), **self.ledger.report()}
+        return {"params": _plain(self.params), "batch_coupled": self.adaptive, **self.ledger.report()}
+
+    # -- the decision -----------------------------------------------------------------------------------------------
+
+    def memory(self, branch: Branch) -> SimpleNamespace:
+        """What this strategy keeps for `branch`: `start`, and what the base class needs."""
+        memory = branch.memory(self)
+        if not vars(memory):
+            vars(memory).update(position=-1, due=False, run=0, differences=[], index=-1, **self.start)
+        return memory
+
+    def possible(self, call: Call) -> bool:
+        """Whether there is something to reuse in this call."""
+        return call.can_skip
+
+    def decide(self, call: Call) -> bool:
+        """Whether to skip, once a position: both stages of an order-2 step, and a step that is taken twice, agree."""
+        memory, position = self.memory(call.branch), call.step.position
+        new = memory.position != position
+        if new:
+            memory.position = position
+            memory.due = self._allowed(call, memory) and self.wants(call)
+        if not memory.due:
+            return False
+        self.ledger.wanted += 1
+        if not self.possible(call):
+            self._tell_impossible(call)
+            return False
+        if new:
+            memory.run += 1
+        self._warn_unsuited(call.generation)
+        return True
+
+    def ratios(self, call: Call, sums: torch.Tensor) -> list[float]:
+        """Relative distances, one a sample: ``sums[0] / sums[1]`` of the reduced `sums`, shaped (2, B).
+
+        The one place where a decision waits for the device. A distance that is no number, or zero throughout, is
+        infinite, so that the call is computed, and the report says so.
+        """
+        above, below = self.reduce(sums).tolist()
+        found = [a / b if b else math.nan for a, b in zip(above, below)]
+        if all(math.isfinite(value) for value in found) and any(found):
+            return found
+        what = "zero" if not any(found) else "not finite"
+        call.generation.note(f"{self.name}: {call.branch.name} was computed where its distance was {what}")
+        return [math.inf] * len(found)
+
+    def _allowed(self, call: Call, memory: SimpleNamespace) -> bool:
+        params, position, steps = self.params, call.step.position, call.generation.num_steps
+        if position < params.warmup or (params.cooldown and (steps is None or position >= steps - params.cooldown)):
+            return False
+        return params.max_consecutive is None or memory.run < params.max_consecutive
+
+    def _tell_impossible(self, call: Call) -> None:
+        if not call.branch.computed:
+            return
+        why = (
+            "the shapes or the presence of the denoiser's arguments changed since the last computed step"
+            if call.branch.skippable or not self.skips_trunk
+            else "the last computed step left no residual for some stack"
+        )
+        call.generation.note(
+            f"{self.name}: {call.branch.name} computed position {call.step.position} although a skip was due: {why}"
+        )
+
+    @property
+    def _idle(self) -> str:
+        if self.ledger.wanted:
+            return f"{self.ledger.wanted} skips were due and none happened"
+        return f"nothing was skipped in {self.ledger.computed} calls with {self.params}"
+
+    def _warn_unsuited(self, generation: Generation) -> None:
+        """Once a generation, at its first skip."""
+        memory = generation.memory(self)
+        if hasattr(memory, "warned"):
+            return
+        memory.warned = True
+        for text in (few_steps(generation), stochastic(generation.scheduler)):
+            if text:
+                warnings.warn(f"{self.name}: {text}", ChituWarning, stacklevel=2)
+
+    # -- the forecast -----------------------------------------------------------------------------------------------
+
+    def forecast(self, call: Call) -> Tree | None:
+        """The residuals to add in this call, or None to hold those of the last computed one."""
+        memory = self.memory(call.branch)
+        if len(memory.differences) < 2:
+            return None
+        return extrapolate(memory.differences, call.step.index - memory.index)
+
+    def _remember(self, memory: SimpleNamespace, call: Call) -> None:
+        residuals, index = dict(call.branch.residuals), call.step.index
+        memory.differences = updated(memory.differences, residuals, index - memory.index, self.order_of_forecast)
+        memory.index = index
 
 
 def _plain(params: Params) -> dict[str, Any]:

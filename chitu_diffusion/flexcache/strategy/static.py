@@ -1,27 +1,51 @@
-"""`static`: a given list of computed steps."""
+"""`static`: a schedule of computed steps that is known before the run."""
 
 from __future__ import annotations
 
 from chitu_hooks import Call, Generation
 
+from ..constants import published_schedule
 from ..params import Static
+from ..schedule import growing, stretched, uniform
 from .base import Strategy
 
 
 class StaticStrategy(Strategy):
-    """Computes the schedule positions in `Static.steps` and holds the residual over the others."""
+    """Computes the positions of a schedule and holds or extrapolates the residual over the others."""
 
     params: Static
 
     def __init__(self, params: Static) -> None:
         super().__init__(params)
-        self._steps = frozenset(params.steps)
+        self.order_of_forecast = 1 if params.forecast == "linear" else 0
+        named = isinstance(params.steps, str) and params.budget is None
+        self._published = published_schedule(str(params.steps)) if named else None
 
     def wants(self, call: Call) -> bool:
-        return call.step.position not in self._steps
+        return call.step.position not in self._positions(call.generation)
+
+    def _positions(self, generation: Generation) -> frozenset[int]:
+        memory, steps = generation.memory(self), generation.num_steps or 0
+        if vars(memory).get("steps") != steps:
+            memory.steps, memory.positions = steps, frozenset(self.positions(steps))
+        return memory.positions
+
+    def positions(self, steps: int) -> tuple[int, ...]:
+        """The schedule for a run of `steps` steps."""
+        if isinstance(self.params.steps, tuple):
+            return self.params.steps
+        if self._published is not None:
+            of, positions = self._published
+            return stretched(positions, of, steps)
+        return (uniform if self.params.steps == "uniform" else growing)(self.params.budget or 0, steps)
+
+    @property
+    def full_budget(self) -> bool:
+        return self.ledger.wanted == 0
 
     def end(self, generation: Generation) -> None:
-        beyond = [step for step in self.params.steps if generation.positions and step >= generation.positions]
+        given = self.params.steps if isinstance(self.params.steps, tuple) else ()
+        beyond = [step for step in given if generation.positions and step >= generation.positions]
         if beyond:
             generation.note(f"static: steps {beyond} never came, the generation had {generation.positions}")
         super().end(generation)

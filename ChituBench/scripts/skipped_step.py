@@ -1,0 +1,173 @@
+"""What a skipped step costs, and what deciding costs, for each strategy, eager and compiled.
+
+Runs the FLUX.1-dev transformer shape with random weights (speed does not depend on the weights), 1024x1024, batch 1::
+
+    python ChituBench/scripts/skipped_step.py --output ChituBench/results/skipped_step.json
+    python ChituBench/scripts/skipped_step.py --size tiny        # a dry run on the CPU
+
+*skipped*: milliseconds between the ends of two scheduler steps of which the later one was skipped, front blocks included
+(`fbcache` computes one). *decision*: milliseconds that the strategy's own decision takes on the host, waiting for the device
+included, with the queue of the device empty before it. *reads*: how often a decision waits for the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from overhead import SIZES, Bench, build, stage
+
+from chitu_diffusion import EasyCache, FBCache, MagCache, Static, TaylorSeer, patch
+from chitu_diffusion.flexcache import Params, Strategy
+from chitu_hooks import Call, Feature, Order
+
+STEPS = 12
+BARS = {"skipped_ms": 1.5, "decision_ms": 0.3, "reads": 1}
+"""What is asked of every strategy on one H200; reads are 0 where the schedule is known before."""
+
+STRATEGIES: dict[str, Params] = {
+    "static hold": Static(steps=(0, 1)),
+    "static linear": Static(steps=(0, 1), forecast="linear"),
+    "fbcache": FBCache(threshold=1e9),
+    "fbcache order 1": FBCache(threshold=1e9, order=1, warmup=2),
+    "magcache": MagCache(ratios=(1.0,) * (STEPS - 1), retention=0.0, max_consecutive=None),
+    "easycache": EasyCache(threshold=1e9, warmup=2, cooldown=0),
+    "taylorseer order 1": TaylorSeer(interval=STEPS, order=1),
+    "taylorseer order 2": TaylorSeer(interval=STEPS, order=2),
+    "taylorseer feature": TaylorSeer(interval=STEPS, order=1, on="feature"),
+}
+"""Parameters that skip from the third or fourth step on."""
+
+
+class Skips(Feature):
+    """Notes which steps skipped."""
+
+    name = "skips"
+    order = Order.CLOCK
+
+    def __init__(self) -> None:
+        self.steps: list[bool] = []
+
+    def denoiser_out(self, call: Call) -> None:
+        self.steps.append(call.skipping or call.replaced)
+
+
+class Decisions:
+    """Times the decisions of one strategy, and counts how often they wait for the device."""
+
+    def __init__(self, strategy: Strategy, cuda: bool) -> None:
+        self.times: list[float] = []
+        self.reads: list[int] = []
+        self._read = 0
+        self._synchronize: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
+        self._decide, reduce = strategy.decide, strategy.reduce
+        strategy.decide = self.decide  # type: ignore[method-assign]
+        strategy.reduce = lambda sums: self._count(reduce(sums))
+
+    def _count(self, sums: torch.Tensor) -> torch.Tensor:
+        self._read += 1
+        return sums
+
+    def decide(self, call: Call) -> bool:
+        self._synchronize()
+        self._read, start = 0, time.perf_counter()
+        decision = self._decide(call)
+        if decision:
+            self.times.append(1e3 * (time.perf_counter() - start))
+            self.reads.append(self._read)
+        return decision
+
+
+def measure(bench: Bench, params: Params, rounds: int) -> dict[str, Any]:
+    """One strategy: skipped steps and decisions, each over `rounds` generations after one that warms up."""
+    skipped: list[float] = []
+    computed: list[float] = []
+    for number in range(rounds + 1):
+        skips = Skips()
+        with patch(bench.pipe, cache=params, features=(skips,)) as handle:
+            times = bench.milliseconds()
+            held = handle.report().bytes_held
+        if number:
+            for time_ms, hit in zip(times, skips.steps[1:], strict=True):
+                (skipped if hit else computed).append(time_ms)
+    decisions: list[float] = []
+    reads: list[int] = []
+    for number in range(rounds + 1):
+        with patch(bench.pipe, cache=params) as handle:
+            watch = Decisions(_strategy(handle), bench.cuda)
+            bench.milliseconds()
+        if number:
+            decisions += watch.times
+            reads += watch.reads
+    if not skipped or not decisions:
+        raise RuntimeError(f"{params} skipped nothing, so there is nothing to time")
+    return {
+        "skipped_ms": statistics.median(skipped),
+        "skipped_ms_low": min(skipped),
+        "skipped_ms_high": max(skipped),
+        "computed_ms": statistics.median(computed) if computed else None,
+        "decision_ms": statistics.median(decisions),
+        "decision_ms_high": max(decisions),
+        "reads": max(reads),
+        "samples": len(skipped),
+        "bytes_held": held,
+    }
+
+
+def _strategy(handle: Any) -> Strategy:
+    return next(feature for feature in handle.features if isinstance(feature, Strategy))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="flux-dev")
+    parser.add_argument("--rounds", type=int, default=3, help="counted generations; one that warms up comes first")
+    parser.add_argument("--no-compile", action="store_true", help="leave out the compiled half")
+    parser.add_argument("--output", type=Path, help="where to write the JSON")
+    options = parser.parse_args()
+    size, device = SIZES[options.size], "cuda" if options.size == "flux-dev" else "cpu"
+
+    with stage("build"):
+        pipe = build(size, device)
+    bench = Bench(pipe, size, STEPS)
+    result: dict[str, Any] = {
+        "what": "skipped steps, FLUX.1-dev shape, random weights" if device == "cuda" else "dry run",
+        "machine": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        "command": " ".join(["python", *sys.argv]),
+        "bars": BARS,
+    }
+    for mode in ("eager",) if options.no_compile else ("eager", "compiled"):
+        if mode == "compiled":
+            with stage("compile"):
+                backend = {} if device == "cuda" else {"backend": "eager"}
+                pipe.transformer.compile_repeated_blocks(fullgraph=True, **backend)
+                bench.milliseconds()
+        result[mode] = {}
+        for name, params in STRATEGIES.items():
+            row = result[mode][name] = measure(bench, params, options.rounds)
+            late = [key for key, bar in BARS.items() if row[key] > bar]
+            print(
+                f"  {mode:9s} {name:20s} skipped {row['skipped_ms']:.3f} ms, decision {row['decision_ms']:.3f} ms, "
+                f"reads {row['reads']}" + (f"; over the bar: {', '.join(late)}" if late else ""),
+                flush=True,
+            )
+        if options.output:
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

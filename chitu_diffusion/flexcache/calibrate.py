@@ -1,0 +1,114 @@
+"""Measuring the constants that strategies need, on the model itself: an explicit run that computes every step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import yaml
+
+from chitu_hooks import Call, Feature, Generation, Handle, Order, PatchError
+
+from .constants import model_of
+from .distance import main_stream
+
+
+class Magnitudes(Feature):
+    """Ratios of the magnitude of what the trunk adds to that at the step before, for each branch of guidance.
+
+    As MagCache defines them (https://arxiv.org/abs/2506.09045): the norm over the channels of each image token, the ratio to
+    that of the step before, and the mean over the tokens.
+    """
+
+    name = "calibrate"
+    order = Order.CLOCK
+    skips_trunk = True  # it never skips; the engine keeps residuals for features that say so
+
+    def __init__(self) -> None:
+        self.runs: list[dict[int, list[float]]] = []
+        """Per generation: branch -> ratio by position, from 1."""
+
+    def denoiser_out(self, call: Call) -> None:
+        if call.step.stage:
+            return
+        memory = call.branch.memory(self)
+        norms = torch.linalg.vector_norm(trunk_residual(call), dim=-1, dtype=torch.float32)
+        before, memory.norms = getattr(memory, "norms", None), norms
+        if before is not None:
+            ratios = vars(call.generation.memory(self)).setdefault("ratios", {})
+            ratios[call.branch.ordinal, call.step.position] = (norms / before).mean()
+
+    def end(self, generation: Generation) -> None:
+        found = vars(generation.memory(self)).get("ratios", {})
+        lists: dict[int, list[float]] = {}
+        for branch, _ in found:
+            # A second expert's first call has no step before it: 1, which nothing reads, since it is computed anyway.
+            values = (found.get((branch, position)) for position in range(1, generation.positions))
+            lists[branch] = [1.0 if value is None else round(float(value), 5) for value in values]
+        self.runs.append(lists)
+
+
+def trunk_residual(call: Call) -> torch.Tensor:
+    """What the trunk adds to the image tokens: the sum over the stacks where they are a stream of their own.
+
+    A stack of joint tokens after such stacks has another length; then the last stack stands for the trunk.
+    """
+    stacks = call.denoiser.stacks
+    parts = [main_stream(added) for number, added in call.branch.residuals.items() if not stacks[number].refiner]
+    alike = [part for part in parts if part.shape == parts[-1].shape]
+    return torch.stack(alike).sum(0) if len(alike) == len(parts) else parts[-1]
+
+
+def calibrate(
+    handle: Handle, prompts: Sequence[str | Mapping[str, Any]], path: str | Path | None = None, **arguments: Any
+) -> dict[str, Any]:
+    """Run the pipeline of `handle` once for each prompt, computing every step, and measure.
+
+    Args:
+        handle: of a patch without a cache.
+        prompts: texts, or mappings of arguments of the pipeline's call.
+        path: YAML file to write; None writes none.
+        arguments: further arguments of every call, such as ``num_inference_steps``.
+
+    Returns:
+        What the file holds: the model, how it was measured, and the constants by strategy.
+
+    Raises:
+        PatchError: no prompts, or the handle has a cache on.
+    """
+    skipping = [feature.name for feature in handle.features if feature.skips_trunk or feature.order == Order.CACHE]
+    if skipping:
+        raise PatchError(f"calibrate computes every step, and {skipping[0]} is on; patch without a cache for it")
+    if isinstance(prompts, str) or not prompts:
+        raise PatchError("calibrate takes a list of at least one prompt")
+    watch = Magnitudes()
+    with handle.also(watch):
+        for prompt in prompts:
+            handle.pipe(**({"prompt": prompt} if isinstance(prompt, str) else prompt), **arguments)
+        scheduler = type(handle.pipe.scheduler).__name__
+    ratios = _mean(watch.runs)
+    result = {
+        "model": model_of(handle.sites),
+        "measured": {"prompts": len(prompts), "scheduler": scheduler, "diffusers": diffusers.__version__},
+        "magcache": {"steps": len(ratios[0]) + 1, "ratios": ratios},
+    }
+    if path is not None:
+        Path(path).expanduser().write_text(yaml.safe_dump(result, sort_keys=False), encoding="utf-8")
+    return result
+
+
+def _mean(runs: Sequence[Mapping[int, Sequence[float]]]) -> list[list[float]]:
+    """Branch by branch, the mean over the runs.
+
+    Raises:
+        PatchError: the runs had other numbers of steps or branches, or too few steps.
+    """
+    shapes = {tuple((branch, len(ratios)) for branch, ratios in run.items()) for run in runs}
+    if len(shapes) != 1 or not all(len(ratios) for ratios in runs[0].values()) or not runs[0]:
+        raise PatchError(
+            "calibrate needs runs of at least 2 steps, all of the same number of steps and with the same guidance"
+        )
+    return [[round(sum(values) / len(runs), 5) for values in zip(*(run[branch] for run in runs))] for branch in runs[0]]

@@ -1,0 +1,78 @@
+"""When a cache cannot be used, and when it is no good idea."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chitu_hooks import Generation, Refusal, Sites
+
+DIFFUSERS_CACHES = (
+    "fbc_",
+    "mag_cache",
+    "pyramid_attention",
+    "taylorseer",
+    "faster_cache",
+    "sea_cache",
+    "text_kv_cache",
+)
+"""How the names begin under which diffusers 0.42 registers the hooks of its caches, also by ``apply_…(transformer)``."""
+
+FEW_STEPS = 8
+"""Steps of a model that was distilled to need few; each of them does what many steps did, so little is alike."""
+
+STOCHASTIC = ("Ancestral", "LCM", "DDPM", "TCD", "SDE")
+"""Parts of the names of schedulers that add noise at every step."""
+
+
+def cache_of_diffusers(sites: Sites) -> Refusal | None:
+    """Two caches would skip each other's work."""
+    for denoiser in sites.denoisers:
+        if getattr(denoiser.inner, "is_cache_enabled", False):
+            return Refusal(
+                f"{denoiser.name} has diffusers' own cache enabled", f"call {denoiser.name}.disable_cache() first"
+            )
+        for path, module in denoiser.inner.named_modules():
+            for name in getattr(getattr(module, "_diffusers_hook", None), "hooks", ()):
+                if name.startswith(DIFFUSERS_CACHES):
+                    return Refusal(
+                        f"{denoiser.name}.{path} carries {name!r}, a cache of diffusers",
+                        "take it off, or load the pipeline anew",
+                    )
+    return None
+
+
+def too_few_blocks(sites: Sites, front: int, back: int) -> Refusal | None:
+    """Front and back blocks that leave nothing between them."""
+    for denoiser in sites.denoisers if front or back else ():
+        blocks = sum(len(stack.blocks) for stack in denoiser.stacks if not stack.refiner)
+        if front + back >= blocks:
+            return Refusal(
+                f"front={front} and back={back} leave nothing to skip of the {blocks} blocks of {denoiser.name}",
+                f"let front + back be at most {blocks - 1}",
+            )
+    return None
+
+
+def few_steps(generation: Generation) -> str | None:
+    """A warning about a generation of few steps."""
+    steps = generation.num_steps
+    if steps is None or steps > FEW_STEPS:
+        return None
+    return (
+        f"{steps} steps are few: a model that was distilled for them changes much from step to step, and a skip shows; "
+        "compare with the run without a cache"
+    )
+
+
+def stochastic(scheduler: Any) -> str | None:
+    """A warning about a scheduler that adds noise at every step."""
+    config = getattr(scheduler, "config", {})
+    name = type(scheduler).__name__
+    noisy = (
+        config.get("stochastic_sampling")
+        or str(config.get("algorithm_type", "")).startswith("sde")
+        or any(part in name for part in STOCHASTIC)
+    )
+    if not noisy:
+        return None
+    return f"{name} adds fresh noise at every step, so what was computed at one step fits the next one less well"

@@ -1,0 +1,61 @@
+"""`taylorseer`: a fixed cadence of computed steps, and a Taylor forecast between them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from chitu_hooks import Call, HookMap, Refusal, Sites, Streams
+
+from ..distance import copied
+from ..forecast import extrapolate, updated
+from ..params import TaylorSeer
+from .base import Strategy
+
+
+class TaylorSeerStrategy(Strategy):
+    """Forecasts what the trunk adds to its input."""
+
+    params: TaylorSeer
+
+    def __init__(self, params: TaylorSeer) -> None:
+        super().__init__(params)
+        self.order_of_forecast = params.order
+
+    def wants(self, call: Call) -> bool:
+        return (call.step.position - self.params.warmup + 1) % self.params.interval != 0
+
+    @property
+    def full_budget(self) -> bool:
+        return self.params.interval == 1
+
+
+class OnFeature(TaylorSeerStrategy):
+    """Forecasts what leaves the trunk, whatever went in."""
+
+    start: ClassVar[dict[str, Any]] = {"features": (), "at": -1}
+
+    def __init__(self, params: TaylorSeer) -> None:
+        super().__init__(params)
+        self.order_of_forecast = 0  # the residuals are only held: they stand in where no feature was seen yet
+
+    def bind(self, sites: Sites, hook_map: HookMap) -> Refusal | None:
+        self._inferred = hook_map.source == "inferred"
+        return super().bind(sites, hook_map)
+
+    def trunk_out(self, call: Call, streams: Streams) -> Streams | None:
+        if self._inferred and not call.branch.computed:
+            return (
+                None  # the very first call of a pipeline only learns what the streams are: no generation uses its first
+            )
+        memory, index = self.memory(call.branch), call.step.index
+        if call.skipping:
+            return extrapolate(memory.features, index - memory.at)[0] if memory.features else None
+        feature = {role: None if tensor is None else copied(tensor) for role, tensor in streams.items()}
+        memory.features = updated(memory.features, {0: feature}, index - memory.at, self.params.order)
+        memory.at = index
+        return None
+
+
+def taylorseer(params: TaylorSeer) -> Strategy:
+    """The strategy that forecasts what ``params.on`` says."""
+    return (OnFeature if params.on == "feature" else TaylorSeerStrategy)(params)

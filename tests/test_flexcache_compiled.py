@@ -1,0 +1,53 @@
+"""Contract 9 for every strategy: compiled blocks stay compiled, in either order, without a graph more than the stock model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from caches import ACTS, STEPS, fitting
+from test_compile import LAYERS, compile_blocks, graphs
+from tiny import build, run
+from torch._dynamo.utils import counters
+
+from chitu_diffusion import patch
+
+pytestmark = pytest.mark.filterwarnings("ignore::chitu_hooks.ChituWarning")
+NAMES = ["wan", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flux", "sd3", "qwen", "zimage"))]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("order", ["compile first", "patch first"])
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_blocks_take_no_further_graph(name: str, order: str) -> None:
+    """All strategies in turn on one pipeline: together they may need no graph that the stock model does not need."""
+    expected = {}
+    for label, params in ACTS.items():
+        pipe = build(name, LAYERS)
+        with patch(pipe, cache=fitting(name, params, LAYERS)):
+            expected[label] = run(name, pipe, STEPS)
+    pipe = build(name, LAYERS)
+    compile_blocks(pipe.transformer)
+    run(name, pipe, STEPS)
+    allowed = graphs()
+    torch._dynamo.reset()
+    counters.clear()
+    pipe = build(name, LAYERS)
+    if order == "compile first":
+        compile_blocks(pipe.transformer)
+    for number, (label, params) in enumerate(ACTS.items()):
+        with patch(pipe, cache=fitting(name, params, LAYERS)) as handle:
+            if order == "patch first" and not number:
+                compile_blocks(pipe.transformer)
+            for _ in range(2):
+                assert torch.equal(run(name, pipe, STEPS), expected[label]), label
+            assert handle.report().features[0]["hits"] > 0
+            assert 0 < graphs() <= allowed, label

@@ -1,0 +1,146 @@
+"""Parameters: every field explained, checked and readable from the command line, where every strategy works."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_text
+import yaml
+from typer.testing import CliRunner, Result
+
+import chitu_diffusion
+from chitu_diffusion import EasyCache, FBCache, MagCache, Static, TaylorSeer
+from chitu_diffusion.cli.main import app
+from chitu_diffusion.flexcache import Params, make_params, params
+from chitu_diffusion.flexcache.constants import NEED_NONE
+from chitu_diffusion.flexcache.strategy import STRATEGIES
+from chitu_hooks import PatchError
+
+
+def test_every_strategy_has_params_that_are_exported() -> None:
+    assert set(params.PARAMS) == set(STRATEGIES) >= set(NEED_NONE)
+    for name, cls in params.PARAMS.items():
+        assert cls.strategy == name and getattr(chitu_diffusion, cls.__name__) is cls
+        assert cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        assert "http" in (cls.__doc__ or "") or name == "static", "cites its source"
+
+
+@pytest.mark.parametrize("cls", params.PARAMS.values(), ids=lambda cls: cls.strategy)
+def test_every_field_is_explained(cls: type[Params]) -> None:
+    """A literal below each field of the class, which is what documentation tools read."""
+    explained = set()
+    for owner in (Params, cls):
+        body = ast.parse(inspect.getsource(owner)).body[0].body  # type: ignore[attr-defined]
+        for field, text in itertools.pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                explained.add(ast.unparse(field.target))
+    assert {field.name for field in dataclasses.fields(cls)} <= explained
+
+
+@pytest.mark.parametrize(
+    ("cls", "values", "message"),
+    [
+        (FBCache, {"warmup": 0}, "fbcache: warmup is a whole number from 1, not 0"),
+        (FBCache, {"warmup": True}, "fbcache: warmup is a whole number from 1, not True"),
+        (FBCache, {"cooldown": -1}, "fbcache: cooldown is a whole number from 0, not -1"),
+        (FBCache, {"max_consecutive": 0}, "fbcache: max_consecutive is a whole number from 1 or none, not 0"),
+        (FBCache, {"threshold": -0.1}, "fbcache: threshold is a number from 0, not -0.1"),
+        (FBCache, {"threshold": float("nan")}, "fbcache: threshold is a number from 0, not nan"),
+        (FBCache, {"threshold": "much"}, "fbcache: threshold is a number from 0, not 'much'"),
+        (FBCache, {"front": 0}, "fbcache: front is a whole number from 1, not 0"),
+        (FBCache, {"back": 1.5}, "fbcache: back is a whole number from 0, not 1.5"),
+        (FBCache, {"order": 5}, "fbcache: order is a whole number from 0 to 4, not 5"),
+        (MagCache, {"retention": 1.2}, "magcache: retention is a number from 0 to 1, not 1.2"),
+        (MagCache, {"ratios": (1.0, 0.0)}, "magcache: ratios are numbers above 0"),
+        (EasyCache, {"threshold": None}, "easycache: threshold is a number from 0, not None"),
+        (TaylorSeer, {"interval": 0}, "taylorseer: interval is a whole number from 1, not 0"),
+        (TaylorSeer, {"on": "featur"}, "taylorseer: on is residual or feature, not 'featur'; nearest: feature"),
+        (
+            Static,
+            {"steps": (0,), "forecast": "line"},
+            "static: forecast is hold or linear, not 'line'; nearest: linear",
+        ),
+        (
+            Static,
+            {"steps": "uniform"},
+            "static: budget, the number of steps to compute, belongs to uniform and growing",
+        ),
+        (Static, {"steps": (0, 1), "budget": 2}, "static: budget belongs to uniform and growing, not to a list"),
+        (Static, {"steps": "growing", "budget": 0}, "static: budget is a whole number from 1 or none, not 0"),
+        (Static, {"steps": "lemica-flux-27"}, "no schedule 'lemica-flux-27'; nearest: lemica-flux-26"),
+    ],
+)
+def test_values_out_of_range(cls: type[Params], values: dict[str, Any], message: str) -> None:
+    with pytest.raises(PatchError) as error:
+        cls(**values)
+    assert message in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "flux"
+    tiny_text.save("flux", folder)
+    return folder
+
+
+def chitu(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+WORDS: dict[str, list[str]] = {
+    "static": ["steps=growing", "budget=5", "forecast=linear"],
+    "fbcache": ["threshold=50", "front=2", "back=1", "max_consecutive=2"],
+    "magcache": ["ratios=1,1,1,1,1,1,1,1,1", "retention=0.1"],
+    "easycache": ["threshold=50", "warmup=2"],
+    "taylorseer": ["interval=3", "order=2", "on=feature"],
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_every_strategy_runs_from_the_command_line(name: str, model: Path, tmp_path: Path) -> None:
+    assert set(WORDS) == set(STRATEGIES)
+    words = [part for word in WORDS[name] for part in ("--cache-arg", word)]
+    done = chitu(
+        "run", "--model", model, *tiny_text.SIZES["flux"], "--prompt", "a cat", "--steps", 10, "--cache", name, *words,
+        "--output", tmp_path / "out",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    (feature,) = (f for f in report["generations"][0]["features"] if f["name"] == name)
+    assert feature["hits"] > 0 and feature["bytes_held"] > 0
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert metrics["flops"]["spent"] == feature["flops"]["spent"] < metrics["flops"]["full"]
+    assert make_params(name, dict(word.split("=") for word in WORDS[name])).strategy == name
+
+
+def test_calibrate_and_use_what_it_wrote(model: Path, tmp_path: Path) -> None:
+    file, size = tmp_path / "flux.yaml", tiny_text.SIZES["flux"]
+    done = chitu(
+        "run", "--model", model, *size, "--prompt", "a cat", "--cache", "magcache", "--output", tmp_path / "no"
+    )
+    assert done.exit_code == 2 and "chitu calibrate" in done.stderr
+    done = chitu("calibrate", "--model", model, *size, "--prompt", "a cat", "--steps", 10, "--output", file)
+    assert done.exit_code == 0, done.output
+    assert yaml.safe_load(file.read_text())["magcache"]["steps"] == 10
+    done = chitu(
+        "run", "--model", model, *size, "--prompt", "a cat", "--steps", 10, "--cache", "magcache", "--cache-arg",
+        f"constants={file}", "--cache-arg", "threshold=9", "--output", tmp_path / "out",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    again = chitu("calibrate", "--model", model, "--prompt", "a cat", "--output", file)
+    assert again.exit_code == 2 and "is there already" in again.stderr
+
+
+def test_a_strategy_is_a_small_file() -> None:
+    folder = Path(inspect.getfile(chitu_diffusion)).parent / "flexcache" / "strategy"
+    shared = {"__init__.py", "base.py", "checks.py"}
+    lengths = {p.name: len(p.read_text().splitlines()) for p in folder.glob("*.py") if p.name not in shared}
+    assert len(lengths) >= 5
+    assert {name: lines for name, lines in lengths.items() if lines > 100} == {}

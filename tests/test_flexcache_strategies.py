@@ -1,0 +1,230 @@
+"""Every strategy on every tiny pipeline: exact at full budget, lossy and repeatable otherwise, and gone afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from caches import ACTS, EXACT, STEPS, Log, fitting
+from probes import reachable_tensors
+from tiny import ALL, TINY, build, call_arguments, noise, run
+from variants import wan_two_experts
+
+from chitu_diffusion import FBCache, patch
+from chitu_hooks import ChituWarning
+
+pytestmark = pytest.mark.filterwarnings("ignore::chitu_hooks.ChituWarning")
+FURTHER = [pytest.param(name, marks=pytest.mark.slow) for name in ALL if name not in TINY]
+
+
+def blocks(pipe: Any) -> int:
+    with patch(pipe) as handle:
+        return sum(len(stack.blocks) for stack in handle.sites.stacks if not stack.refiner)
+
+
+@pytest.mark.parametrize("name", [*TINY, *FURTHER])
+def test_full_budget_changes_nothing(name: str) -> None:
+    pipe = build(name)
+    stock = run(name, pipe, STEPS)
+    for label, params in EXACT.items():
+        with patch(pipe, cache=params) as handle:
+            assert torch.equal(run(name, pipe, STEPS), stock), label
+        assert handle.report().features[0]["hits"] == 0
+        assert handle.report().features[0]["computed"] == STEPS * ALL[name].branches
+
+
+@pytest.mark.parametrize("name", [*TINY, *FURTHER])
+def test_every_strategy_acts_repeats_itself_and_leaves_nothing(name: str) -> None:
+    pipe = build(name)
+    stock, count = run(name, pipe, STEPS), blocks(pipe)
+    for label, params in ACTS.items():
+        with patch(pipe, cache=fitting(name, params, count)) as handle:
+            first = run(name, pipe, STEPS)
+            feature = handle.report().features[0]
+            assert feature["hits"] > 0, label
+            assert not torch.equal(first, stock), label
+            assert feature["bytes_held"] > 0 and feature["seconds"] > 0
+            assert reachable_tensors(handle) == [], label
+            run(name, pipe, 6, seed=3, prompt=1)
+            assert torch.equal(run(name, pipe, STEPS), first), label
+        assert torch.equal(run(name, pipe, STEPS), stock), label
+
+
+@pytest.mark.parametrize("label", ACTS)
+def test_each_branch_has_its_own_state(label: str) -> None:
+    """Guidance on, off and on again, in one handle: each run equals that of a fresh handle."""
+    pipe, params = build("wan"), fitting("wan", ACTS[label], 3)
+    alone = {}
+    for guided in (True, False):
+        with patch(pipe, cache=params):
+            alone[guided] = run("wan", pipe, STEPS, guided=guided)
+    with patch(pipe, cache=params) as handle:
+        for guided in (True, False, True):
+            assert torch.equal(run("wan", pipe, STEPS, guided=guided), alone[guided])
+            calls = handle.report().branches
+            assert len(calls) == 1 + guided
+            assert all(c["computed"] >= 1 and c["skipped"] + c["replaced"] >= 1 for c in calls.values())
+
+
+@pytest.mark.parametrize("label", ACTS)
+def test_limits_count_real_steps(label: str) -> None:
+    """Image to image at strength 0.7 runs 7 of 10 steps: warmup and cooldown are of those 7."""
+    pipe, log = build("flux", cls=diffusers.FluxImg2ImgPipeline), Log()
+    over = {"image": torch.rand(1, 3, 16, 16, generator=noise(3)), "strength": 0.7, "guided": False}
+    params = replace(ACTS[label], warmup=2, cooldown=2, max_consecutive=2)
+    if label.startswith("magcache"):
+        params = replace(params, retention=0.0)
+    with patch(pipe, cache=params, features=(log,)):
+        run("flux", pipe, 10, **over)
+    computed = log.computed()
+    assert log.hits > 0 or label == "static published", "stretched to 7 steps, that one computes them all"
+    assert {0, 1, 5, 6} <= set(computed) and max(p for _, p, *_ in log.calls) == 6
+    assert all(later - earlier <= 3 for earlier, later in itertools.pairwise(computed))
+
+
+@pytest.mark.parametrize("label", ACTS)
+def test_both_stages_of_an_order_2_step_agree(label: str) -> None:
+    pipe, log = build("wan", scheduler=diffusers.FlowMatchHeunDiscreteScheduler()), Log()
+    with patch(pipe, cache=fitting("wan", ACTS[label], 3), features=(log,)):
+        first = run("wan", pipe, STEPS)
+        seen, log.calls = list(log.calls), []
+        assert torch.equal(run("wan", pipe, STEPS), first)
+    assert log.calls == seen and log.hits > 0
+    decisions: dict[tuple[str, int], set[bool]] = {}
+    for branch, position, _, skipped in seen:
+        decisions.setdefault((branch, position), set()).add(skipped)
+    assert all(len(decision) == 1 for decision in decisions.values())
+
+
+@pytest.mark.parametrize("label", ACTS)
+def test_an_exception_in_a_callback_leaves_no_trace(label: str) -> None:
+    pipe, params = build("flux"), ACTS[label]
+
+    def fail(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        if step == 5:
+            raise KeyError("stop")
+        return {}
+
+    with patch(pipe, cache=params) as handle:
+        first = run("flux", pipe, STEPS)
+        with pytest.raises(KeyError):
+            run("flux", pipe, STEPS, callback_on_step_end=fail)
+        assert reachable_tensors(handle) == []
+        run("flux", pipe, STEPS, height=32, width=32)
+        assert torch.equal(run("flux", pipe, STEPS), first)
+
+
+@pytest.mark.parametrize("label", ACTS)
+def test_two_experts(label: str) -> None:
+    variant = wan_two_experts()
+    stock, log = variant.call(), Log()
+    with patch(variant.pipe, cache=fitting("wan", ACTS[label], 3), features=(log,)) as handle:
+        result = variant.call()
+        assert torch.equal(variant.call(), result)
+        calls = handle.report().branches
+    assert {name.split("/")[0] for name in calls} == {"transformer", "transformer_2"}
+    assert all(c["computed"] >= 1 for c in calls.values()), "each expert computes before it skips"
+    assert any(c["skipped"] + c["replaced"] for c in calls.values())
+    assert not torch.equal(result, stock)
+
+
+@pytest.mark.parametrize("label", ACTS)
+@pytest.mark.parametrize("name", ["flux", "sd3", "zimage"])
+def test_batches(name: str, label: str) -> None:
+    """Decisions are taken for the whole batch, by the sample that changes most; what is fixed before equals the samples alone."""
+    params = fitting(name, ACTS[label], 3)
+    kwargs = call_arguments(name, STEPS, batch=2)
+    pipe = build(name)
+    with patch(pipe, cache=params) as handle:
+        both = next(iter(pipe(**kwargs).values()))
+        assert handle.report().features[0]["batch_coupled"] == (label.split()[0] in ("fbcache", "easycache"))
+        assert handle.report().features[0]["hits"] > 0
+    assert not torch.equal(both[0], both[1])
+
+
+def test_a_batch_is_computed_where_a_sample_needs_it() -> None:
+    """One sample is drawn from far larger noise: it drifts otherwise, and the batch follows the worse of the two."""
+    computed = {}
+    shape = run("flux", build("flux"), 1, batch=2).shape
+    latents = torch.randn(shape, generator=noise(5)) * torch.tensor([1.0, 8.0])[:, None, None]
+    for index in (None, 0, 1):
+        rows = slice(None) if index is None else slice(index, index + 1)
+        kwargs = call_arguments("flux", 20, batch=2, guided=False)
+        kwargs = {k: v[rows] if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+        pipe, log = build("flux"), Log()
+        with patch(pipe, cache=FBCache(threshold=0.3), features=(log,)):
+            pipe(**{**kwargs, "latents": latents[rows].clone()})
+        assert log.hits
+        computed[index] = len(log.computed())
+    assert computed[None] >= max(computed[0], computed[1])
+    assert computed[0] != computed[1]
+
+
+def test_few_steps_and_noisy_schedulers_warn() -> None:
+    pipe = build("flux")
+    with patch(pipe, cache=ACTS["static"]), pytest.warns(ChituWarning, match="static: 4 steps are few"):
+        run("flux", pipe, 4)
+    pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
+    with patch(pipe, cache=ACTS["static"]), pytest.warns(ChituWarning, match="EulerDiscreteScheduler adds fresh noise"):
+        run("flux", pipe, STEPS)
+    with patch(build("flux"), cache=ACTS["static"]) as handle, warnings.catch_warnings():
+        warnings.simplefilter("error", ChituWarning)
+        run("flux", handle.pipe, STEPS)
+
+
+def test_a_cache_that_never_hits_warns() -> None:
+    with patch(build("flux"), cache=FBCache(threshold=1e-6)) as handle:
+        with pytest.warns(
+            ChituWarning, match=r"fbcache: nothing was skipped in 20 calls with FBCache\(.*threshold=1e-06"
+        ):
+            run("flux", handle.pipe, STEPS)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+@pytest.mark.parametrize("label", ["fbcache", "easycache"])
+def test_distances_of_zero_or_nan_compute_and_are_told(label: str, value: float) -> None:
+    """As from a front block that adds nothing, or an overflow: nobody knows what the rest would do."""
+    pipe, log = build("flux"), Log()
+    stock = run("flux", pipe, STEPS)
+    with patch(pipe, cache=ACTS[label], features=(log,)) as handle:
+        (strategy,) = (feature for feature in handle.features if feature.name == label)
+        strategy.reduce = lambda sums: sums * value  # type: ignore[attr-defined]
+        assert torch.equal(run("flux", pipe, STEPS), stock)
+        what = "zero" if value == 0.0 else "not finite"
+        assert (
+            any(f"was computed where its distance was {what}" in note for note in handle.report().notes) or value == 0
+        )
+    assert log.hits == 0
+
+
+@pytest.mark.parametrize("label", ACTS)
+def test_a_decision_waits_for_the_device_once_and_through_reduce(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`reduce` is where ranks come to the same answer, so nothing else may be read; what is fixed before reads nothing."""
+    pipe, reads, reduced = build("flux"), [], []
+    for name in ("tolist", "item", "cpu", "__bool__", "__float__", "__int__"):
+        monkeypatch.setattr(torch.Tensor, name, _noting(reads, name, getattr(torch.Tensor, name)))
+    run("flux", pipe, STEPS)
+    stock = len(reads)
+    with patch(pipe, cache=ACTS[label]) as handle:
+        strategy: Any = handle.features[0]
+        strategy.reduce = lambda sums: reduced.append(sums) or sums
+        reads.clear()
+        run("flux", pipe, STEPS)
+        hits = handle.report().features[0]["hits"]
+    assert hits > 0
+    assert bool(reduced) == strategy.adaptive and all(sums.shape == (2, 1) for sums in reduced)
+    assert len(reduced) >= hits or not strategy.adaptive
+    assert len(reads) <= stock + len(reduced)
+
+
+def _noting(reads: list[str], name: str, original: Any) -> Any:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        reads.append(name)
+        return original(*args, **kwargs)
+
+    return function
