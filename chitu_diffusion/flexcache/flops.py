@@ -59,6 +59,22 @@ def _meta(value: Any) -> Any:
     return value
 
 
+def flops_by_module(denoiser: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, dict[Any, int]]]:
+    """The meta copy of `denoiser` on which one call was repeated, and what torch's counter found there.
+
+    Returns:
+        The copy; and class name and dotted path of each module -> operation -> FLOPs, ``Global`` for all of them.
+    """
+    dtype = next((p.dtype for p in denoiser.parameters() if p.is_floating_point()), torch.float32)
+    with torch.device("meta"), torch.no_grad():
+        copy = type(denoiser).from_config(denoiser.config)
+        torch.nn.Module.to(copy, dtype).eval()  # not ModelMixin.to, which warns of modules kept in float32
+        counter = FlopCounterMode(display=False)
+        with counter:
+            copy(*_meta(spec_of(args)), **_meta(spec_of(kwargs)))
+    return copy, counter.get_flop_counts()
+
+
 def count_flops(denoiser: Any, args: Any, kwargs: Any, stacks: tuple[str, ...] = ()) -> FlopCount:
     """FLOPs of ``denoiser(*args, **kwargs)``.
 
@@ -70,15 +86,8 @@ def count_flops(denoiser: Any, args: Any, kwargs: Any, stacks: tuple[str, ...] =
     Raises:
         NotImplementedError, RuntimeError: the model cannot run on the meta device.
     """
-    dtype = next((p.dtype for p in denoiser.parameters() if p.is_floating_point()), torch.float32)
-    with torch.device("meta"), torch.no_grad():
-        copy = type(denoiser).from_config(denoiser.config)
-        torch.nn.Module.to(copy, dtype).eval()  # not ModelMixin.to, which warns of modules kept in float32
-        counter = FlopCounterMode(display=False)
-        with counter:
-            copy(*_meta(spec_of(args)), **_meta(spec_of(kwargs)))
-    counts = counter.get_flop_counts()
-    root = type(copy).__name__
+    _, counts = flops_by_module(denoiser, args, kwargs)
+    root = type(denoiser).__name__
     blocks = {}
     for path, operations in counts.items():
         stack, _, index = path.removeprefix(f"{root}.").rpartition(".")
