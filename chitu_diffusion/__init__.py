@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from chitu_hooks import ChituError, Feature, HookMap, Stack
 
     from .api import Handle, patch
-    from .flexcache import EasyCache, FBCache, MagCache, Static, TaylorSeer
+    from .flexcache import PAB, BlockDance, EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer, TeaCache
 
 __all__ = [
+    "PAB",
+    "BlockDance",
     "ChituError",
     "EasyCache",
     "FBCache",
@@ -28,9 +30,11 @@ __all__ = [
     "Handle",
     "HookMap",
     "MagCache",
+    "MeanCache",
     "Stack",
     "Static",
     "TaylorSeer",
+    "TeaCache",
     "patch",
 ]
 __version__ = "0.1.0.dev0"
@@ -39,7 +43,10 @@ __version__ = "0.1.0.dev0"
 # once and to describe an environment in which diffusers cannot be imported.
 _HOMES = {
     **dict.fromkeys(("ChituError", "Feature", "HookMap", "Stack"), "chitu_hooks"),
-    **dict.fromkeys(("EasyCache", "FBCache", "MagCache", "Static", "TaylorSeer"), "chitu_diffusion.flexcache"),
+    **dict.fromkeys(
+        ("BlockDance", "EasyCache", "FBCache", "MagCache", "MeanCache", "PAB", "Static", "TaylorSeer", "TeaCache"),
+        "chitu_diffusion.flexcache",
+    ),
     **dict.fromkeys(("Handle", "patch"), "chitu_diffusion.api"),
 }
 

@@ -49,11 +49,12 @@ class BlockSeam:
         skipping = [feature for feature in engine.features if feature.skips_trunk]
         self.keeps_residuals = bool(skipping)
         self.observes = bool(self.trunk_in or self.trunk_out or self.block_in or self.block_out)
-        ends = {(feature.front, feature.back): feature for feature in skipping}
-        if len(ends) > 1:
-            names = " and ".join(f"{feature.name} (front, back = {end})" for end, feature in ends.items())
-            raise PatchError(f"{names} skip different parts of the trunk; use one of them")
-        self.front, self.back = next(iter(ends), (0, 0))
+        wishes = {(feature.front, feature.back, feature.reuses): feature for feature in skipping}
+        if len(wishes) > 1:
+            names = " and ".join(f"{feature.name} (front, back, reuses = {wish})" for wish, feature in wishes.items())
+            raise PatchError(f"{names} skip the trunk in different ways; use one of them")
+        self.skipper = skipping[0] if skipping else None
+        self.reuses_output = bool(skipping) and skipping[0].reuses == "output"
         self._spans: dict[tuple[int, ...], Spans] = {}
 
     def spans_of(self, call: Call) -> Spans:
@@ -64,14 +65,16 @@ class BlockSeam:
         """
         if call.branch.spans is not None:
             return call.branch.spans
-        if (self.front or self.back) and self.engine.hook_map.source == "inferred":
+        skipper = self.skipper
+        if skipper and (skipper.front or skipper.back) and self.engine.hook_map.source == "inferred":
             return Spans()
         return self._spans_in_order(call.denoiser.stacks)
 
     def _spans_in_order(self, stacks: Sequence[StackSite]) -> Spans:
         order = tuple(id(stack) for stack in stacks)
         if order not in self._spans:
-            self._spans[order] = find_spans(stacks, self.front, self.back)
+            ends = (self.skipper.front, self.skipper.back) if self.skipper else (0, 0)  # `bind` may have set them
+            self._spans[order] = find_spans(stacks, *ends)
         return self._spans[order]
 
     def enter(self, block: BlockSite, rest: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -196,7 +199,7 @@ class BlockSeam:
             if replaced is not None:
                 outputs, changed = replaced, True
         if closes and not call.skipping:
-            call.branch.residuals[stack.number] = residual(run.entry or {}, outputs)
+            call.branch.residuals[stack.number] = self._reusable(run, outputs)
             run.exited = True
         if block is call.spans.front_end:
             added = residual(run.front_entry or {}, outputs)
@@ -208,6 +211,12 @@ class BlockSeam:
                 outputs, changed = replaced, True
         return pack(outputs, stack) if changed else result
 
+    def _reusable(self, run: StackRun, outputs: Streams) -> dict[str, torch.Tensor | None]:
+        """What a later call can take from this one, see `Feature.reuses`."""
+        if self.reuses_output:
+            return {role: _clone(tensor) for role, tensor in outputs.items()}
+        return residual(run.entry or {}, outputs)
+
     def _pass(self, block: BlockSite, run: StackRun, call: Call, opens: bool, inputs: BlockInputs) -> Any:
         """A block of a skipped trunk: pass on, or at the exit return this call's entry plus the residual."""
         stack = block.stack
@@ -218,9 +227,13 @@ class BlockSeam:
             return pack({r: _clone(t) for r, t in streams.items()} if opens else streams, stack)
         run.exited = True
         residuals = (call.residuals or {})[stack.number]
-        outputs = {
-            role: None if residuals.get(role) is None else entry[role] + residuals[role] for role in stack.returns or ()
-        }
+        if self.reuses_output:
+            outputs = {role: _clone(residuals.get(role)) for role in stack.returns or ()}
+        else:
+            outputs = {
+                role: None if residuals.get(role) is None else entry[role] + residuals[role]
+                for role in stack.returns or ()
+            }
         if block.index == call.branch.last_called[stack.number] and self._ends_trunk(stack, call):
             outputs = self._leave_trunk(call, outputs) or outputs
         return pack(outputs, stack)
@@ -228,6 +241,7 @@ class BlockSeam:
     def _enter_stack(self, block: BlockSite, run: StackRun, call: Call, inputs: BlockInputs) -> None:
         stack = block.stack
         if self.trunk_in and not call.trunk_entered and not stack.refiner:
+            call.entry = inputs
             streams = inputs.streams()
             for feature in self.trunk_in:
                 streams = feature.trunk_in(call, streams) or streams
@@ -272,7 +286,7 @@ class BlockSeam:
             and self.keeps_residuals
             and call.spans.covers(block.stack.number, 0)
         ):
-            call.branch.residuals[block.stack.number] = residual(run.entry or {}, unpack(result, block.stack))
+            call.branch.residuals[block.stack.number] = self._reusable(run, unpack(result, block.stack))
             run.exited = True
         return result
 

@@ -12,6 +12,7 @@ from .state import Branch, Generation, Step, Streams
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .feature import Feature
     from .sites import BlockSite, DenoiserSite
 
 
@@ -79,18 +80,23 @@ class Call:
     """One denoiser call: one branch of one step.
 
     Attributes:
+        attention: the features of the attention seam in this call; `Feature.denoiser_in` may put another feature in its
+            own place. Keep the tuples: compiled code is chosen by them, a graph for each.
         args, kwargs: the arguments, which features may change before the denoiser runs.
         output: what the denoiser returned; `sample` is its first tensor.
         skipping: the trunk is being skipped.
         spans: the blocks that are left out when the trunk is skipped.
+        entry: the arguments of the trunk's first block, from `Feature.trunk_in` on.
         replaced: the denoiser did not run at all.
     """
 
     __slots__ = (
         "args",
+        "attention",
         "branch",
         "denoiser",
         "engine",
+        "entry",
         "generation",
         "kwargs",
         "output",
@@ -117,10 +123,12 @@ class Call:
         self.denoiser = denoiser
         self.args = args
         self.kwargs = kwargs
+        self.attention: tuple[Feature, ...] | None = None
         self.output: Any = None
         self.skipping = False
         self.replaced = False
         self.spans = NOTHING
+        self.entry: BlockInputs | None = None
         self.runs: dict[int, StackRun] = {}
         self.trunk_entered = False
         self.residuals: dict[int, dict[str, torch.Tensor | None]] | None = None
@@ -143,7 +151,7 @@ class Call:
     def skip_trunk(self, residuals: dict[int, dict[str, torch.Tensor | None]] | None = None) -> None:
         """Skip the trunk in this call, but for its front and back blocks: what is left out adds the residual.
 
-        To be called in `Feature.denoiser_in` or `Feature.front_out`.
+        To be called in `Feature.denoiser_in`, `trunk_in` or `front_out`.
 
         Args:
             residuals: stack number -> role -> tensor shaped like the stream, in place of `Branch.residuals`, a forecast

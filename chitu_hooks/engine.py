@@ -240,13 +240,14 @@ class Engine:
             call.signature = branches.signature(call)
             call.spans = self.blocks.spans_of(call)
         outer = ACTIVE.call, ACTIVE.attention
-        ACTIVE.call, ACTIVE.attention = call, self._attention
+        ACTIVE.call, call.attention = call, self._attention
         try:
             replacement = None
             for feature in self._denoiser_in:
                 replacement = feature.denoiser_in(call)
                 if replacement is not None:
                     break
+            ACTIVE.attention = call.attention
             if replacement is None:
                 call.output = rest(*call.args, **call.kwargs)
             else:

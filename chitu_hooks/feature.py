@@ -61,6 +61,8 @@ class Feature:
         skips_trunk: the feature calls `Call.skip_trunk`, so the engine keeps every stack's residual for each branch.
         front, back: blocks at either end of the trunk that a skipped call still computes. Refiners come before the
             trunk; they are skipped with it only when both are 0.
+        reuses: what a skipped call gets from the last computed one: `residual`, added to this call's input; or `output`,
+            whatever goes in now. `Branch.residuals` holds the one or the other.
 
     A feature keeps what belongs to one generation or branch in `Generation.memory` and `Branch.memory`, never on
     itself: the engine drops those when the generation ends, however it ends.
@@ -72,6 +74,7 @@ class Feature:
     skips_trunk: bool = False
     front: int = 0
     back: int = 0
+    reuses: Literal["residual", "output"] = "residual"
 
     def bind(self, sites: Sites, hook_map: HookMap) -> Refusal | None:
         """First gate, at patch time: what modules and configuration tell. Nothing is hooked yet."""

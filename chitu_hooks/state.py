@@ -90,7 +90,8 @@ class Branch:
 
     Attributes:
         name: the pipeline's `cache_context`, else ``branch N`` in the order of first appearance.
-        residuals: stack number -> role -> exit minus entry of the last computed call, shaped like the stream.
+        residuals: stack number -> role -> exit minus entry of the last computed call, shaped like the stream; or the exit,
+            for a feature with ``reuses = "output"``.
         last_called: stack number -> index of the last block that ran in the last computed call.
         last_inside: the same, of the blocks that can be skipped.
         signature: shapes and presence of the denoiser's arguments in the last computed call.
@@ -125,6 +126,7 @@ class Generation:
         scheduler: the scheduler that the pipeline had when the generation began.
         order: model evaluations per step of the scheduler.
         branches: every branch seen since the schedule was set.
+        saved_flops: FLOPs that features saved inside computed calls.
         notes: things the report should say about this generation, each once.
     """
 
@@ -147,6 +149,7 @@ class Generation:
         self.notes: dict[str, None] = {}
         self.tally: dict[tuple[str, str], dict[str, int]] = {}
         self.peak_bytes = 0
+        self.saved_flops = 0
 
     @property
     def running_here(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from chitu_diffusion import EasyCache, FBCache, MagCache, Static, TaylorSeer
+from chitu_diffusion import PAB, BlockDance, EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer, TeaCache
 from chitu_diffusion.flexcache import Params
 from chitu_hooks import Feature, Order
 
@@ -22,6 +22,10 @@ ACTS: dict[str, Params] = {
     "fbcache back": FBCache(threshold=50.0, back=1, order=1, max_consecutive=2),
     "magcache": MagCache(ratios=RATIOS),
     "easycache": EasyCache(threshold=50.0, warmup=3),
+    "teacache": TeaCache(threshold=5.0, coefficients=(1.0, 0.0)),
+    "meancache": MeanCache(steps=(0, 1, 3, 6)),
+    "blockdance": BlockDance(begin=0.2, group=3),
+    "pab": PAB(interval=3),
     "taylorseer": TaylorSeer(order=2, interval=3),
     "taylorseer feature": TaylorSeer(order=1, interval=3, on="feature"),
 }
@@ -34,6 +38,10 @@ EXACT: dict[str, Params] = {
     "fbcache": FBCache(threshold=0.0, order=1),
     "magcache": MagCache(threshold=0.0, ratios=RATIOS),
     "easycache": EasyCache(threshold=0.0, warmup=1, cooldown=0),
+    "teacache": TeaCache(threshold=0.0, coefficients=(1.0, 0.0), cooldown=0),
+    "meancache": MeanCache(steps=range(STEPS)),
+    "blockdance": BlockDance(group=1),
+    "pab": PAB(interval=1),
     "taylorseer": TaylorSeer(interval=1, order=2),
     "taylorseer feature": TaylorSeer(interval=1, on="feature"),
     "warmup": FBCache(threshold=50.0, warmup=STEPS),
@@ -56,7 +64,7 @@ class Log(Feature):
         self.calls: list[tuple[str, int, int, bool]] = []
 
     def denoiser_out(self, call: Any) -> None:
-        skipped = call.skipping or call.replaced
+        skipped = call.skipping or call.replaced or call.attention is not call.engine._attention
         self.calls.append((call.branch.name, call.step.position, call.step.stage, skipped))
 
     def computed(self, branch: str | None = None) -> list[int]:

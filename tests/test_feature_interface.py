@@ -74,6 +74,7 @@ def test_attributes_and_their_defaults() -> None:
         "skips_trunk": False,
         "front": 0,
         "back": 0,
+        "reuses": "residual",
     }
     assert {order.name: int(order) for order in Order} == {
         "CLOCK": 0,

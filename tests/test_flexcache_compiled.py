@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from caches import ACTS, STEPS, fitting
+from probes import difference
 from test_compile import LAYERS, compile_blocks, graphs
 from tiny import build, run
 from torch._dynamo.utils import counters
@@ -30,7 +31,8 @@ def _fresh_dynamo() -> Iterator[None]:
 def test_compiled_blocks_take_no_further_graph(name: str, order: str) -> None:
     """All strategies in turn on one pipeline: together they may need no graph that the stock model does not need."""
     expected = {}
-    for label, params in ACTS.items():
+    strategies = {label: params for label, params in ACTS.items() if label != "pab"}  # it has a graph of its own
+    for label, params in strategies.items():
         pipe = build(name, LAYERS)
         with patch(pipe, cache=fitting(name, params, LAYERS)):
             expected[label] = run(name, pipe, STEPS)
@@ -43,7 +45,7 @@ def test_compiled_blocks_take_no_further_graph(name: str, order: str) -> None:
     pipe = build(name, LAYERS)
     if order == "compile first":
         compile_blocks(pipe.transformer)
-    for number, (label, params) in enumerate(ACTS.items()):
+    for number, (label, params) in enumerate(strategies.items()):
         with patch(pipe, cache=fitting(name, params, LAYERS)) as handle:
             if order == "patch first" and not number:
                 compile_blocks(pipe.transformer)
@@ -51,3 +53,29 @@ def test_compiled_blocks_take_no_further_graph(name: str, order: str) -> None:
                 assert torch.equal(run(name, pipe, STEPS), expected[label]), label
             assert handle.report().features[0]["hits"] > 0
             assert 0 < graphs() <= allowed, label
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize(("name", "order"), [("wan", "compile first"), ("flux", "patch first")])
+def test_attention_that_is_reused_takes_two_graphs(name: str, order: str, backend: str) -> None:
+    """One that keeps and one that recalls, for each block class; none a step, none a layer."""
+    pipe = build(name, LAYERS)
+    with patch(pipe, cache=ACTS["pab"]):
+        expected = run(name, pipe, STEPS)
+    pipe = build(name, LAYERS)
+    compile_blocks(pipe.transformer, backend)
+    plain, allowed = run(name, pipe, 2), graphs()
+    assert allowed and plain.isfinite().all()
+    torch._dynamo.reset()
+    counters.clear()
+    pipe = build(name, LAYERS)
+    if order == "compile first":
+        compile_blocks(pipe.transformer, backend)
+    with patch(pipe, cache=ACTS["pab"]) as handle:
+        if order == "patch first":
+            compile_blocks(pipe.transformer, backend)
+        for _ in range(2):
+            result = run(name, pipe, STEPS)
+            assert difference(result, expected) <= (0.0 if backend == "eager" else 1e-5)
+            assert handle.report().features[0]["hits"] > 0
+            assert allowed < graphs() <= 2 * allowed

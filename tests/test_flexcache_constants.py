@@ -14,7 +14,7 @@ from caches import STEPS, Log
 from tiny import build, call_arguments, run
 from variants import wan_two_experts
 
-from chitu_diffusion import MagCache, Static, patch
+from chitu_diffusion import MagCache, Static, TeaCache, patch
 from chitu_diffusion.flexcache.constants import data_folder
 from chitu_hooks import ChituWarning, PatchError, RefusedError
 
@@ -29,6 +29,9 @@ def test_every_entry_has_a_source_and_the_right_size(path: Path) -> None:
     for entry in found.get("magcache", ()):
         assert entry["source"].startswith("https://") and entry["match"]["config"]
         assert all(len(ratios) == entry["steps"] - 1 and min(ratios) > 0.3 for ratios in entry["ratios"])
+    for entry in found.get("teacache", ()):
+        assert entry["source"].startswith("https://") and entry["match"]["config"]
+        assert len(entry["coefficients"]) == 5 and all(isinstance(c, float) for c in entry["coefficients"])
     for name, entry in found.get("schedules", {}).items():
         assert entry["source"].startswith("https://")
         assert len(entry["steps"]) == len(set(entry["steps"])) == int(name.rpartition("-")[2])
@@ -52,7 +55,7 @@ def test_the_entry_is_found_by_pipeline_and_config() -> None:
     for other in (flux_dev_on_meta(guidance_embeds=False), flux_dev_on_meta(num_layers=8), build("flux"), build("sd3")):
         with pytest.raises(RefusedError, match=r"magcache needs constants of this model and none are published for "
                            r"transformer \w+ of [\d+]+ blocks; measure them once with handle.calibrate.*chitu calibrate, "
-                           r"or use static, fbcache, easycache, taylorseer, which need none"):  # fmt: skip
+                           r"or use static, fbcache, .*, which need none"):  # fmt: skip
             patch(other, cache=MagCache())
 
 
@@ -63,6 +66,35 @@ def test_ratios_are_stretched_to_other_numbers_of_steps() -> None:
         assert [strategy.ratio(0, i, 28) for i in range(1, 28)] == list(ratios)
         assert strategy.ratio(0, 13, 14) == ratios[-1]
         assert [strategy.ratio(1, i, 55) for i in (2, 4, 54)] == [ratios[0], ratios[1], ratios[-1]]
+
+
+@pytest.mark.parametrize("name", ["flux", "wan"])
+@pytest.mark.filterwarnings("ignore::chitu_hooks.ChituWarning")
+def test_published_teacache_takes_the_signal_that_it_was_fitted_for(name: str) -> None:
+    """The signal of the published entry, on the tiny model: what its module or argument gives by plain hooks."""
+    entry = yaml.safe_load((data_folder() / f"{name}.yaml").read_text())["teacache"][0]
+    pipe, seen = build(name), []
+    with patch(pipe, cache=TeaCache(threshold=1e9, coefficients=(1.0, 0.0))) as handle:
+        strategy: Any = next(f for f in handle.features if f.name == "teacache")
+        strategy._signal = entry["signal"]
+        original = strategy.signal
+        strategy.signal = lambda call, streams: seen.append(original(call, streams)) or seen[-1]
+        run(name, pipe, 2, guided=False)
+    stock, expected = build(name), []
+    if name == "flux":
+        module = stock.transformer.transformer_blocks[0].norm1
+        module.register_forward_hook(lambda _, args, output: expected.append(output[0]))
+    else:
+        stock.transformer.blocks[0].register_forward_pre_hook(lambda _, args: expected.append(args[2]))
+    run(name, stock, 1, guided=False)
+    assert torch.equal(seen[0], expected[0]) and not torch.equal(seen[1], seen[0])
+
+
+def test_published_teacache_is_found() -> None:
+    with patch(flux_dev_on_meta(), cache="teacache") as handle:
+        assert handle.features[0]._coefficients[0] == 498.651651  # type: ignore[attr-defined]
+    with pytest.raises(RefusedError, match="teacache needs constants of this model"):
+        patch(build("wan"), cache="teacache")
 
 
 def by_hand(name: str, steps: int) -> list[list[float]]:
@@ -101,6 +133,21 @@ def test_calibrate_measures_what_the_definition_says(tmp_path: Path) -> None:
         warnings.simplefilter("error", ChituWarning)
         assert not torch.equal(run("wan", pipe, 20), stock)
     assert log.hits > 0
+
+
+@pytest.mark.parametrize("name", ["flux", "flux2_klein", "sd3", "zimage", "pixart", "sana"])
+def test_a_polynomial_is_measured_too(name: str, tmp_path: Path) -> None:
+    pipe, log = build(name), Log()
+    with patch(pipe) as handle:
+        found = handle.calibrate([call_arguments(name, 20)], tmp_path / "c.yaml")["teacache"]
+    low, high = found["domain"]
+    assert 0 < low < high and len(found["coefficients"]) == 5
+    with patch(pipe, cache=TeaCache(constants=str(tmp_path / "c.yaml"), threshold=1.0), features=(log,)) as handle:
+        strategy: Any = next(f for f in handle.features if f.name == "teacache")
+        assert strategy.predicted(2 * high) == strategy.predicted(high), "a polynomial is not to be trusted beyond"
+        assert all(0 < strategy.predicted(low + (high - low) * i / 10) < 3 for i in range(11))
+        run(name, pipe, 20)
+    assert log.hits
 
 
 @pytest.mark.parametrize("name", ["flux", "flux2_klein", "sd3", "zimage", "pixart", "sana"])

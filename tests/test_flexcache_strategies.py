@@ -68,7 +68,10 @@ def test_each_branch_has_its_own_state(label: str) -> None:
             assert torch.equal(run("wan", pipe, STEPS, guided=guided), alone[guided])
             calls = handle.report().branches
             assert len(calls) == 1 + guided
-            assert all(c["computed"] >= 1 and c["skipped"] + c["replaced"] >= 1 for c in calls.values())
+            assert all(c["computed"] >= 1 for c in calls.values())
+            assert handle.report().features[0]["hits"] >= len(calls)
+            if label != "pab":  # its calls count as computed: only their attention is reused
+                assert all(c["skipped"] + c["replaced"] >= 1 for c in calls.values())
 
 
 @pytest.mark.parametrize("label", ACTS)
@@ -128,8 +131,9 @@ def test_two_experts(label: str) -> None:
         assert torch.equal(variant.call(), result)
         calls = handle.report().branches
     assert {name.split("/")[0] for name in calls} == {"transformer", "transformer_2"}
-    assert all(c["computed"] >= 1 for c in calls.values()), "each expert computes before it skips"
-    assert any(c["skipped"] + c["replaced"] for c in calls.values())
+    if label != "meancache":  # it holds the velocity that the scheduler gets, whichever expert it came from
+        assert all(c["computed"] >= 1 for c in calls.values()), "each expert computes before it skips"
+    assert log.hits
     assert not torch.equal(result, stock)
 
 
@@ -142,7 +146,9 @@ def test_batches(name: str, label: str) -> None:
     pipe = build(name)
     with patch(pipe, cache=params) as handle:
         both = next(iter(pipe(**kwargs).values()))
-        assert handle.report().features[0]["batch_coupled"] == (label.split()[0] in ("fbcache", "easycache"))
+        assert handle.report().features[0]["batch_coupled"] == (
+            label.split()[0] in ("fbcache", "easycache", "teacache")
+        )
         assert handle.report().features[0]["hits"] > 0
     assert not torch.equal(both[0], both[1])
 
@@ -186,7 +192,7 @@ def test_a_cache_that_never_hits_warns() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
-@pytest.mark.parametrize("label", ["fbcache", "easycache"])
+@pytest.mark.parametrize("label", ["fbcache", "easycache", "teacache"])
 def test_distances_of_zero_or_nan_compute_and_are_told(label: str, value: float) -> None:
     """As from a front block that adds nothing, or an overflow: nobody knows what the rest would do."""
     pipe, log = build("flux"), Log()
@@ -224,7 +230,8 @@ def test_a_decision_waits_for_the_device_once_and_through_reduce(label: str, mon
 
 def _noting(reads: list[str], name: str, original: Any) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:
-        reads.append(name)
+        if args[0].dtype != torch.int64:  # numbers of layers are kept on the host
+            reads.append(name)
         return original(*args, **kwargs)
 
     return function

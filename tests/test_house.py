@@ -45,7 +45,7 @@ PUBLIC = {
     },
     "chitu_diffusion": {
         *("ChituError", "EasyCache", "FBCache", "Feature", "Handle", "HookMap", "MagCache", "Stack", "Static"),
-        *("TaylorSeer", "patch"),
+        *("BlockDance", "MeanCache", "PAB", "TaylorSeer", "TeaCache", "patch"),
     },
 }
 

@@ -6,7 +6,8 @@ Runs the FLUX.1-dev transformer shape with random weights (speed does not depend
     python ChituBench/scripts/skipped_step.py --size tiny        # a dry run on the CPU
 
 *skipped*: milliseconds between the ends of two scheduler steps of which the later one was skipped, front blocks included
-(`fbcache` computes one). *decision*: milliseconds that the strategy's own decision takes on the host, waiting for the device
+(`fbcache` computes one; `computed_ms` over the 57 blocks is its price). Strategies that compute most of a step, `blockdance` and
+`pab`, are not here. *decision*: milliseconds that the strategy's own decision takes on the host, waiting for the device
 included, with the queue of the device empty before it. *reads*: how often a decision waits for the device.
 """
 
@@ -27,7 +28,7 @@ import diffusers
 import torch
 from overhead import SIZES, Bench, build, stage
 
-from chitu_diffusion import EasyCache, FBCache, MagCache, Static, TaylorSeer, patch
+from chitu_diffusion import EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer, TeaCache, patch
 from chitu_diffusion.flexcache import Params, Strategy
 from chitu_hooks import Call, Feature, Order
 
@@ -42,6 +43,9 @@ STRATEGIES: dict[str, Params] = {
     "fbcache order 1": FBCache(threshold=1e9, order=1, warmup=2),
     "magcache": MagCache(ratios=(1.0,) * (STEPS - 1), retention=0.0, max_consecutive=None),
     "easycache": EasyCache(threshold=1e9, warmup=2, cooldown=0),
+    "teacache": TeaCache(coefficients=(1.0, 0.0), threshold=1e9, cooldown=0),
+    "meancache": MeanCache(steps=(0, 1)),
+    "meancache window 2": MeanCache(steps=(0, 1, 2), window=2),
     "taylorseer order 1": TaylorSeer(interval=STEPS, order=1),
     "taylorseer order 2": TaylorSeer(interval=STEPS, order=2),
     "taylorseer feature": TaylorSeer(interval=STEPS, order=1, on="feature"),

@@ -2,19 +2,35 @@
 
 from .calibrate import calibrate
 from .flops import FlopCount, Ledger, count_flops
-from .params import EasyCache, FBCache, MagCache, Params, Static, TaylorSeer, make_params
+from .params import (
+    PAB,
+    BlockDance,
+    EasyCache,
+    FBCache,
+    MagCache,
+    MeanCache,
+    Params,
+    Static,
+    TaylorSeer,
+    TeaCache,
+    make_params,
+)
 from .strategy import Strategy, make_strategy
 
 __all__ = [
+    "PAB",
+    "BlockDance",
     "EasyCache",
     "FBCache",
     "FlopCount",
     "Ledger",
     "MagCache",
+    "MeanCache",
     "Params",
     "Static",
     "Strategy",
     "TaylorSeer",
+    "TeaCache",
     "calibrate",
     "count_flops",
     "make_params",

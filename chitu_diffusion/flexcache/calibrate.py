@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import torch
 import yaml
 
-from chitu_hooks import Call, Feature, Generation, Handle, Order, PatchError
+from chitu_hooks import Call, Feature, Generation, Handle, Order, PatchError, Streams
 
 from .constants import model_of
-from .distance import main_stream
+from .distance import copied, main_stream, relative_l1
 
 
 class Magnitudes(Feature):
@@ -51,6 +52,51 @@ class Magnitudes(Feature):
         self.runs.append(lists)
 
 
+class Changes(Feature):
+    """Relative L1 changes, from step to step, of what enters the trunk and of what leaves it, for each branch.
+
+    TeaCache (https://arxiv.org/abs/2411.19108) predicts the one from the other.
+    """
+
+    name = "changes"
+    order = Order.CLOCK
+
+    def __init__(self) -> None:
+        self.points: list[tuple[float, float]] = []
+        """Change of the input, change of the output."""
+
+    def trunk_in(self, call: Call, streams: Streams) -> None:
+        self._see(call, "entered", streams)
+
+    def trunk_out(self, call: Call, streams: Streams) -> None:
+        self._see(call, "left", streams)
+
+    def _see(self, call: Call, what: str, streams: Streams) -> None:
+        memory, stream = vars(call.branch.memory(self)), copied(main_stream(streams))
+        before, memory[what] = memory.get(what), stream
+        if before is not None:
+            sums = (
+                vars(call.generation.memory(self)).setdefault("sums", {}).setdefault((call.branch, call.step.index), {})
+            )
+            sums[what] = relative_l1(stream, before).sum(1)
+
+    def end(self, generation: Generation) -> None:
+        for sums in vars(generation.memory(self)).get("sums", {}).values():
+            if len(sums) == 2:
+                (a, b), (c, d) = sums["entered"].tolist(), sums["left"].tolist()
+                self.points.append((a / b, c / d))
+
+
+def fitted(points: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """The polynomial of the output's change, of degree 4 as TeaCache's, or lower where points are few; and where it holds."""
+    x, y = zip(*points)
+    degree = max(1, min(4, len(points) // 4))
+    return {
+        "coefficients": [float(c) for c in np.polyfit(x, y, degree)] if len(points) > 1 else [0.0, y[0]],
+        "domain": [min(x), max(x)],
+    }
+
+
 def trunk_residual(call: Call) -> torch.Tensor:
     """What the trunk adds to the image tokens: the sum over the stacks where they are a stream of their own.
 
@@ -84,8 +130,8 @@ def calibrate(
         raise PatchError(f"calibrate computes every step, and {skipping[0]} is on; patch without a cache for it")
     if isinstance(prompts, str) or not prompts:
         raise PatchError("calibrate takes a list of at least one prompt")
-    watch = Magnitudes()
-    with handle.also(watch):
+    watch, changes = Magnitudes(), Changes()
+    with handle.also(watch, changes):
         for prompt in prompts:
             handle.pipe(**({"prompt": prompt} if isinstance(prompt, str) else prompt), **arguments)
         scheduler = type(handle.pipe.scheduler).__name__
@@ -94,6 +140,7 @@ def calibrate(
         "model": model_of(handle.sites),
         "measured": {"prompts": len(prompts), "scheduler": scheduler, "diffusers": diffusers.__version__},
         "magcache": {"steps": len(ratios[0]) + 1, "ratios": ratios},
+        "teacache": fitted(changes.points),
     }
     if path is not None:
         Path(path).expanduser().write_text(yaml.safe_dump(result, sort_keys=False), encoding="utf-8")

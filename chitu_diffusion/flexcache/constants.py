@@ -14,7 +14,7 @@ from chitu_hooks.errors import nearest
 
 from .schedule import SCHEDULES
 
-NEED_NONE = ("static", "fbcache", "easycache", "taylorseer")
+NEED_NONE = ("static", "fbcache", "easycache", "taylorseer", "meancache", "blockdance", "pab")
 """Strategies that work on any model without constants."""
 
 
@@ -84,7 +84,7 @@ def missing(strategy: str, sites: Sites) -> Refusal:
     )
 
 
-def published_schedule(name: str) -> tuple[int, tuple[int, ...]]:
+def published_schedule(name: str, strategy: str = "static") -> tuple[int, tuple[int, ...]]:
     """Number of steps and computed positions of a published schedule.
 
     Raises:
@@ -93,7 +93,7 @@ def published_schedule(name: str) -> tuple[int, tuple[int, ...]]:
     schedules = all_schedules()
     if name not in schedules:
         known = (*SCHEDULES, *schedules)
-        raise PatchError(f"static: no schedule {name!r}{nearest(name, known)}")
+        raise PatchError(f"{strategy}: no schedule {name!r}{nearest(name, known)}")
     entry = schedules[name]
     return entry["of"], tuple(entry["steps"])
 

@@ -108,6 +108,9 @@ class Ledger:
         self.wanted = 0
         self.skipped = 0
         self.computed = 0
+        self.reused = 0
+        """Calls that were computed, but for parts that were reused."""
+        self._saved_inside = 0
         self.bytes_held = 0
         self.seconds = 0.0
         self._begun = time.perf_counter()
@@ -130,13 +133,14 @@ class Ledger:
         self.seconds = time.perf_counter() - self._begun
         self.bytes_held = generation.peak_bytes
         self._tally = {key: dict(calls) for key, calls in generation.tally.items()}
-        self.skipped = sum(calls["skipped"] + calls["replaced"] for calls in self._tally.values())
-        self.computed = sum(calls["computed"] for calls in self._tally.values())
+        self._saved_inside = generation.saved_flops
+        self.skipped = self.reused + sum(calls["skipped"] + calls["replaced"] for calls in self._tally.values())
+        self.computed = sum(calls["computed"] for calls in self._tally.values()) - self.reused
 
     @property
     def flops(self) -> dict[str, Any]:
         """Total, spent and saved FLOPs of the generation, or the reason why they could not be counted."""
-        total = saved = 0
+        total, saved = 0, self._saved_inside
         for key, calls in self._tally.items():
             if key not in self._calls:
                 continue

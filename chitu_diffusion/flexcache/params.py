@@ -68,27 +68,21 @@ class Params:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Static(Params):
-    """Compute the given steps; at the others skip the trunk and add the residual of the computed ones.
+class Scheduled(Params):
+    """Parameters of strategies that know before the run which positions are computed.
 
-    Needs no data of the batch, so nothing waits for the device. Published schedules (LeMiCa, https://arxiv.org/abs/2511.00090;
-    MeanCache, https://arxiv.org/abs/2601.19961) are asked for by name, see ``adapters/data``.
+    Published schedules (LeMiCa, https://arxiv.org/abs/2511.00090; MeanCache, https://arxiv.org/abs/2601.19961) are asked for by
+    name, see ``adapters/data``. Nothing waits for the device.
     """
-
-    strategy: ClassVar[str] = "static"
 
     steps: tuple[int, ...] | str
     """Schedule positions to compute, from 0; or `uniform` or `growing` (dense at the start) with a `budget`; or the name
     of a published schedule, which is stretched to the number of steps of the generation."""
     budget: int | None = None
     """For `uniform` and `growing`: positions to compute, at least 1."""
-    forecast: str = "hold"
-    """What stands for the residual at a skipped step: `hold`, the last computed one; `linear`, the line through the last
-    two."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._word("forecast", ("hold", "linear"))
         self._whole("budget", least=1, optional=True)
         if isinstance(self.steps, str):
             if (self.steps in SCHEDULES) != (self.budget is not None):
@@ -97,11 +91,45 @@ class Static(Params):
                     f"got steps={self.steps!r} and budget={self.budget!r}"
                 )
             if self.budget is None:
-                published_schedule(self.steps)
+                published_schedule(self.steps, self.strategy)
             return
         if self.budget is not None:
             raise PatchError(f"{self.strategy}: budget belongs to {' and '.join(SCHEDULES)}, not to a list of steps")
         object.__setattr__(self, "steps", checked_steps(self.strategy, self.steps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Static(Scheduled):
+    """Compute the given steps; at the others skip the trunk and add the residual of the computed ones."""
+
+    strategy: ClassVar[str] = "static"
+
+    forecast: str = "hold"
+    """What stands for the residual at a skipped step: `hold`, the last computed one; `linear`, the line through the last
+    two."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._word("forecast", ("hold", "linear"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanCache(Scheduled):
+    """Compute the given steps; between them give the scheduler the mean velocity over the gap, and run nothing.
+
+    MeanCache, https://arxiv.org/abs/2601.19961, on the guided prediction. With ``window=1`` the last prediction is held, which
+    for an Euler flow scheduler is one larger step. Inside a gap the latent is kept in float32.
+    """
+
+    strategy: ClassVar[str] = "meancache"
+
+    window: int = 1
+    """Positions back from the last computed one over which the velocity's slope is taken (K), at least 1; more than 1
+    needs an Euler flow-matching scheduler."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._whole("window", least=1)
 
 
 def checked_steps(strategy: str, given: Any) -> tuple[int, ...]:
@@ -227,7 +255,95 @@ class TaylorSeer(Params):
         self._word("on", ("residual", "feature"))
 
 
-PARAMS: dict[str, type[Params]] = {cls.strategy: cls for cls in (Static, FBCache, MagCache, EasyCache, TaylorSeer)}
+@dataclass(frozen=True, kw_only=True)
+class TeaCache(Params):
+    """Skip while the predicted change of the trunk's output adds up to less than a threshold.
+
+    Liu et al. 2024, https://arxiv.org/abs/2411.19108: a polynomial, fitted for each model, of the relative change of the first
+    block's modulated input. Where none is published, `chitu calibrate` fits one to the trunk's input.
+    """
+
+    strategy: ClassVar[str] = "teacache"
+
+    threshold: float = 0.25
+    """Compute once the accumulated predicted change reaches this; 0 computes all."""
+    cooldown: int = 1
+    """Positions at the end that are always computed, at least 0."""
+    coefficients: tuple[float, ...] | None = None
+    """Polynomial of the relative change of the trunk's input, highest power first; None takes it from `constants`, else
+    the published one of this model with the signal that it was fitted for."""
+    constants: str | None = None
+    """File that `chitu calibrate` wrote."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._number("threshold")
+        if self.coefficients is not None:
+            given = self.coefficients if isinstance(self.coefficients, (tuple, list)) else (self.coefficients,)
+            if not given or not all(isinstance(c, (int, float)) and math.isfinite(c) for c in given):
+                raise PatchError(f"teacache: coefficients are finite numbers, not {self.coefficients!r}")
+            object.__setattr__(self, "coefficients", tuple(float(c) for c in given))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockDance(Params):
+    """Later in the run, reuse what the front of the trunk returned at the first step of a group, and compute the rest.
+
+    Zhang et al. 2025, https://arxiv.org/abs/2503.15927: features in the front of the trunk settle early. Modest savings at a high
+    fidelity, without data of the model.
+    """
+
+    strategy: ClassVar[str] = "blockdance"
+
+    boundary: float = 0.35
+    """Part of the blocks, from the front, that is reused, 0 to 1; at least one block is reused and one computed. The paper's
+    20 of the 57 blocks of FLUX.1."""
+    group: int = 2
+    """Positions in a group: the first is computed, the others reuse its features; at least 1, which computes all."""
+    begin: float = 0.4
+    """Part of the steps before the first group, 0 to 1."""
+    end: float = 0.95
+    """Part of the steps at which the last group ends, 0 to 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._number("boundary", most=1.0)
+        self._whole("group", least=1)
+        self._number("begin", most=1.0)
+        self._number("end", most=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PAB(Params):
+    """In the middle of the run, compute attention at one step in a few and reuse its output at the others.
+
+    Pyramid Attention Broadcast, Zhao et al. 2024, https://arxiv.org/abs/2408.12588. The rest of each block is computed, so the most
+    that can be saved is attention's part of the FLOPs. Keeps one output for every layer and branch.
+    """
+
+    strategy: ClassVar[str] = "pab"
+
+    interval: int = 2
+    """Compute one position in this many inside the window, at least 1; 1 computes all."""
+    kinds: str = "all"
+    """Which attention: `self` (joint attention of text and image included), `cross`, or `all`."""
+    begin: float = 0.1
+    """Part of the steps before the window, 0 to 1."""
+    end: float = 0.9
+    """Part of the steps at which the window ends, 0 to 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._whole("interval", least=1)
+        self._word("kinds", ("self", "cross", "all"))
+        self._number("begin", most=1.0)
+        self._number("end", most=1.0)
+
+
+PARAMS: dict[str, type[Params]] = {
+    cls.strategy: cls
+    for cls in (Static, FBCache, MagCache, EasyCache, TaylorSeer, TeaCache, MeanCache, BlockDance, PAB)
+}
 """Strategy name -> its parameters."""
 
 

@@ -9,11 +9,15 @@ from chitu_hooks import PatchError
 
 from ..params import Params, make_params
 from .base import Strategy
+from .blockdance import BlockDanceStrategy
 from .easycache import EasyCacheStrategy
 from .fbcache import FBCacheStrategy
 from .magcache import MagCacheStrategy
+from .meancache import MeanCacheStrategy
+from .pab import PABStrategy
 from .static import StaticStrategy
 from .taylorseer import taylorseer
+from .teacache import TeaCacheStrategy
 
 STRATEGIES: dict[str, Callable[[Any], Strategy]] = {
     "static": StaticStrategy,
@@ -21,6 +25,10 @@ STRATEGIES: dict[str, Callable[[Any], Strategy]] = {
     "magcache": MagCacheStrategy,
     "easycache": EasyCacheStrategy,
     "taylorseer": taylorseer,
+    "teacache": TeaCacheStrategy,
+    "meancache": MeanCacheStrategy,
+    "blockdance": BlockDanceStrategy,
+    "pab": PABStrategy,
 }
 """Strategy name -> what makes it from its params."""
 

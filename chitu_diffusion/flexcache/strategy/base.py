@@ -25,6 +25,7 @@ class Strategy(Feature):
     ``self.memory(branch)`` and is gone when the generation ends.
 
     Attributes:
+        decides: where: before the denoiser (`denoiser_in`), or in a method of the strategy's own, further in.
         adaptive: decisions depend on the data of the batch: the report then declares ``batch_coupled``.
         start: names and first values of what the strategy keeps for each branch.
         order_of_forecast: highest difference by which the residual is extrapolated; 0 holds it.
@@ -35,6 +36,7 @@ class Strategy(Feature):
     exactness = "lossy"
     order = Order.CACHE
     skips_trunk = True
+    decides: ClassVar[str] = "denoiser_in"
     adaptive: ClassVar[bool] = False
     start: ClassVar[dict[str, Any]] = {}
     order_of_forecast: int = 0
@@ -43,6 +45,7 @@ class Strategy(Feature):
         self.params = params
         self.name = params.strategy
         self.ledger = Ledger()
+        self.inferred = False
         self.reduce: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums
 
     # -- what a strategy says ---------------------------------------------------------------------------------------
@@ -69,6 +72,7 @@ class Strategy(Feature):
 
     def bind(self, sites: Sites, hook_map: HookMap) -> Refusal | None:
         """Refuse where diffusers' own cache is on, or where the front and back blocks are all there are."""
+        self.inferred = hook_map.source == "inferred"
         return cache_of_diffusers(sites) or too_few_blocks(sites, self.front, self.back)
 
     def begin(self, generation: Generation) -> None:
@@ -77,7 +81,7 @@ class Strategy(Feature):
     def denoiser_in(self, call: Call) -> Any | None:
         self.ledger.see(call)
         self.look(call)
-        if not self.front and self.decide(call):
+        if self.decides == "denoiser_in" and self.decide(call):
             call.skip_trunk(self.forecast(call))
         return None
 
@@ -114,6 +118,11 @@ class Strategy(Feature):
         if not vars(memory):
             vars(memory).update(position=-1, due=False, run=0, differences=[], index=-1, **self.start)
         return memory
+
+    def learning(self, call: Call) -> bool:
+        """Whether `call` may be the one in which an inferred map learns the streams, and `trunk_in` and `trunk_out` are not
+        called: the first of a branch. No generation uses it then, so that the first generation is like all others."""
+        return self.inferred and not call.branch.computed
 
     def possible(self, call: Call) -> bool:
         """Whether there is something to reuse in this call."""

@@ -15,6 +15,7 @@ class FBCacheStrategy(Strategy):
     """Compares what the front blocks add with what they added at the last computed step."""
 
     params: FBCache
+    decides = "front_out"
     adaptive = True
     start: ClassVar[dict[str, Any]] = {"front": None, "seen": None}
 

@@ -5,26 +5,26 @@ from __future__ import annotations
 from chitu_hooks import Call, Generation
 
 from ..constants import published_schedule
-from ..params import Static
+from ..params import Scheduled, Static
 from ..schedule import growing, stretched, uniform
 from .base import Strategy
 
 
-class StaticStrategy(Strategy):
-    """Computes the positions of a schedule and holds or extrapolates the residual over the others."""
+class ScheduledStrategy(Strategy):
+    """Computes the positions of a schedule; what happens at the others a subclass says."""
 
-    params: Static
+    params: Scheduled
 
-    def __init__(self, params: Static) -> None:
+    def __init__(self, params: Scheduled) -> None:
         super().__init__(params)
-        self.order_of_forecast = 1 if params.forecast == "linear" else 0
         named = isinstance(params.steps, str) and params.budget is None
-        self._published = published_schedule(str(params.steps)) if named else None
+        self._published = published_schedule(str(params.steps), self.name) if named else None
 
     def wants(self, call: Call) -> bool:
-        return call.step.position not in self._positions(call.generation)
+        return call.step.position not in self.computed(call.generation)
 
-    def _positions(self, generation: Generation) -> frozenset[int]:
+    def computed(self, generation: Generation) -> frozenset[int]:
+        """The positions that the schedule computes in this generation."""
         memory, steps = generation.memory(self), generation.num_steps or 0
         if vars(memory).get("steps") != steps:
             memory.steps, memory.positions = steps, frozenset(self.positions(steps))
@@ -47,5 +47,13 @@ class StaticStrategy(Strategy):
         given = self.params.steps if isinstance(self.params.steps, tuple) else ()
         beyond = [step for step in given if generation.positions and step >= generation.positions]
         if beyond:
-            generation.note(f"static: steps {beyond} never came, the generation had {generation.positions}")
+            generation.note(f"{self.name}: steps {beyond} never came, the generation had {generation.positions}")
         super().end(generation)
+
+
+class StaticStrategy(ScheduledStrategy):
+    """Holds or extrapolates the residual over the positions that are not computed."""
+
+    def __init__(self, params: Static) -> None:
+        super().__init__(params)
+        self.order_of_forecast = 1 if params.forecast == "linear" else 0

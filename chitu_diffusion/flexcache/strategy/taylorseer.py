@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from chitu_hooks import Call, HookMap, Refusal, Sites, Streams
+from chitu_hooks import Call, Streams
 
 from ..distance import copied
 from ..forecast import extrapolate, updated
@@ -38,15 +38,9 @@ class OnFeature(TaylorSeerStrategy):
         super().__init__(params)
         self.order_of_forecast = 0  # the residuals are only held: they stand in where no feature was seen yet
 
-    def bind(self, sites: Sites, hook_map: HookMap) -> Refusal | None:
-        self._inferred = hook_map.source == "inferred"
-        return super().bind(sites, hook_map)
-
     def trunk_out(self, call: Call, streams: Streams) -> Streams | None:
-        if self._inferred and not call.branch.computed:
-            return (
-                None  # the very first call of a pipeline only learns what the streams are: no generation uses its first
-            )
+        if self.learning(call):
+            return None
         memory, index = self.memory(call.branch), call.step.index
         if call.skipping:
             return extrapolate(memory.features, index - memory.at)[0] if memory.features else None

@@ -1,0 +1,103 @@
+"""`pab`: in the middle of a run, attention is computed at one step in a few and broadcast to the others."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from chitu_hooks import AttentionContext, Call, Feature, HookMap, Order, Refusal, Sites
+from chitu_hooks.branches import signature
+
+from ..kept import keep, recall
+from ..params import PAB
+from .base import Strategy
+
+KINDS: dict[str, tuple[str, ...]] = {
+    "self": ("self", "joint"),
+    "cross": ("cross",),
+    "all": ("self", "joint", "cross"),
+}
+"""Value of `PAB.kinds` -> kinds of attention, see `AttentionContext.kind`."""
+
+
+class Recall(Feature):
+    """Stands in the strategy's place in calls that reuse."""
+
+    name = "pab, reusing"
+    order = Order.CACHE
+
+    def __init__(self, kinds: tuple[str, ...]) -> None:
+        self.kinds = kinds
+
+    def attention(
+        self, q_BSHD: torch.Tensor, k_BTHD: torch.Tensor, v_BTHD: torch.Tensor, ctx: AttentionContext
+    ) -> torch.Tensor | None:
+        if ctx.site is None or ctx.frame is None or ctx.kind(q_BSHD.shape[1], k_BTHD.shape[1]) not in self.kinds:
+            return None
+        # The shape goes in, and not the queries, so that a compiler need not project what nobody reads.
+        shape = [*q_BSHD.shape[:3], v_BTHD.shape[3]]
+        return recall(ctx.site.layer, ctx.frame.hidden_states, shape).to(q_BSHD.dtype)
+
+
+class PABStrategy(Strategy):
+    """Keeps the output of every attention that the seam reaches, and recalls it at the steps between."""
+
+    params: PAB
+    decides = "nowhere else"
+    skips_trunk = False
+    start: ClassVar[dict[str, Any]] = {"outputs": None, "work": None, "signature": None}
+
+    def __init__(self, params: PAB) -> None:
+        super().__init__(params)
+        self.kinds = () if self.full_budget else KINDS[params.kinds]
+        self._recall = Recall(self.kinds)
+        self._features: tuple[tuple[Feature, ...], ...] = ((), ())
+        """Those of the seam, and the same with `Recall` in this one's place."""
+
+    def bind(self, sites: Sites, hook_map: HookMap) -> Refusal | None:
+        if not any(site.reachable for site in sites.attention):
+            return Refusal("no attention of this model is in reach of the seam", "use static or fbcache")
+        return super().bind(sites, hook_map)
+
+    def denoiser_in(self, call: Call) -> Any | None:
+        super().denoiser_in(call)
+        memory = self.memory(call.branch)
+        if memory.outputs is None:
+            memory.outputs, memory.work = {}, {}
+        if self.decide(call):
+            self.ledger.reused += 1
+            call.attention = self._reuse(call.attention or ())
+        return None
+
+    def _reuse(self, features: tuple[Feature, ...]) -> tuple[Feature, ...]:
+        if self._features[0] is not features:
+            self._features = features, tuple(self._recall if feature is self else feature for feature in features)
+        return self._features[1]
+
+    def attention(
+        self, q_BSHD: torch.Tensor, k_BTHD: torch.Tensor, v_BTHD: torch.Tensor, ctx: AttentionContext
+    ) -> torch.Tensor | None:
+        if ctx.site is None or ctx.frame is None or ctx.kind(q_BSHD.shape[1], k_BTHD.shape[1]) not in self.kinds:
+            return None
+        out = ctx.next(q_BSHD, k_BTHD, v_BTHD)
+        keep(ctx.site.layer, out, k_BTHD.shape[1])
+        return out
+
+    def possible(self, call: Call) -> bool:
+        memory = self.memory(call.branch)
+        return bool(memory.outputs) and memory.signature == signature(call)
+
+    def wants(self, call: Call) -> bool:
+        steps, position = call.generation.num_steps, call.step.position
+        if steps is None:
+            return False
+        first, stop = round(self.params.begin * steps), round(self.params.end * steps)
+        return first <= position < stop and (position - first) % self.params.interval != 0
+
+    def learn(self, call: Call) -> None:
+        self.memory(call.branch).signature = signature(call)
+
+    @property
+    def full_budget(self) -> bool:
+        return self.params.interval == 1 or self.params.begin >= self.params.end
