@@ -57,7 +57,7 @@ class Watcher(Feature):
     """Looks on at one generation: what ran, and the last latents.
 
     Attributes:
-        flops: of all denoiser calls.
+        flops: of all denoiser calls, for all pictures of the batch.
         calls: ``denoiser/branch`` -> full, part or skipped -> number of calls.
         latents: what the last ``scheduler.step`` returned.
     """
@@ -112,6 +112,10 @@ class Watcher(Feature):
         self.on_step()
         if is_last(step):
             self.latents = step.next_sample
+
+    def end(self, generation: Generation) -> None:
+        # Attention that was recalled in the attention seam: the layers around it ran, and it went with the first of them.
+        self.flops -= generation.saved_flops
 
     def _of(self, call: Call) -> dict[str, float]:
         """FLOPs by leaf, for the shapes of this call."""
