@@ -195,7 +195,7 @@ class Bench:
                 else:
                     record["timing"] = summarise_turns(times, base_times)
                 self.results.put_case(record)
-                meter.tell(f"timed {case.label}, {steps} steps: {_speed(record)}")
+                meter.tell(f"{_timed(record)} {case.label}, {steps} steps")
             if self.baselines[steps]["timing"] is None:
                 self.baselines[steps]["timing"] = summarise_turns(base_times, base_times)
                 self.results.put_baseline(self.baselines[steps])
@@ -245,7 +245,7 @@ class Bench:
             except Exception as error:  # a case that fails is a result, and the next one runs
                 record["error"] = one_line(error)
                 self.results.put_case(record)
-                meter.tell(f"{case.label}, {case.steps} steps failed: {record['error']}")
+                meter.tell(f"failed ({record['error']}) {case.label}, {case.steps} steps")
                 continue
             finally:
                 meter.advance(len(self.plan.items) * case.steps - (meter.done - before))
@@ -356,9 +356,9 @@ def baseline_case(steps: int) -> Case:
     return Case(kind="baseline", use="", steps=steps, family="baseline")
 
 
-def _speed(record: dict[str, Any]) -> str:
+def _timed(record: dict[str, Any]) -> str:
     timing = record["timing"]
-    return record["error"] if timing is None else f"{timing['speedup']['denoise']['median']:.2f}×"
+    return f"failed ({record['error']})" if timing is None else f"timed {timing['speedup']['denoise']['median']:.2f}×"
 
 
 def _version(package: str) -> str | None:
