@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +180,21 @@ def ended(cwd: Path, told: str, *arguments: object) -> None:
     assert done.returncode == 2, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("chitu: ")]
     assert told in line and "Traceback" not in done.stderr
+
+
+def test_an_interrupt_keeps_what_was_measured(model: Path, inputs: Path, tmp_path: Path) -> None:
+    output = tmp_path / "results"
+    command = [sys.executable, "-m", "chitu_diffusion.cli.main", *words(model, inputs, output)]
+    bench = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    deadline = time.monotonic() + 300
+    while not list(output.glob("cases/*.json")) and bench.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    bench.send_signal(signal.SIGINT)
+    _, told = bench.communicate(timeout=60)
+    assert bench.returncode == 130, told
+    (line,) = [line for line in told.splitlines() if line.startswith("chitu: ")]
+    assert str(output) in line and "the same command continues" in line and "Traceback" not in told
+    assert records(output) and list(output.rglob("*.part")) == []
 
 
 def test_a_full_disk_loses_nothing(done: Path, model: Path, inputs: Path, tmp_path: Path) -> None:

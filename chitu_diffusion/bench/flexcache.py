@@ -10,6 +10,8 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +296,8 @@ def run(plan: Plan, console: Any, lpips: bool = False) -> Bench:
             console.print(found, highlight=False)
         else:
             bench.lpips = found
+    if find_spec("skimage") is None:
+        console.print("SSIM is left out: scikit-image is not installed; the eval extra brings it", highlight=False)
     with Meter(console, bench.work()) as meter:
         if bench.open_cases("timing") or bench.open_cases("quality"):
             meter.at("first picture")
@@ -362,8 +366,6 @@ def _timed(record: dict[str, Any]) -> str:
 
 
 def _version(package: str) -> str | None:
-    from importlib import metadata
-
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
