@@ -117,7 +117,8 @@ def _panel(axes: Any, cases: list[dict[str, Any]], styles: dict[str, dict[str, A
     axes.spines[["top", "right"]].set_visible(False)
 
 
-CELL, GAP, LABEL, CAPTION = 128, 6, 250, 18
+CELL, GAP, LABEL, CAPTION, HEAD = 128, 6, 250, 18, 62
+"""Pixels."""
 
 
 def contact_sheet(
@@ -140,15 +141,15 @@ def contact_sheet(
     seeds = len(baseline["content"]["seeds"])
     columns = min(columns, len(baseline["prompts"]), len(_pictures(sources, baseline["id"])) // seeds)
     font, small = (ImageFont.truetype(_font(), size) for size in (14, 12))
-    size = (LABEL + columns * (CELL + GAP), 44 + (len(chosen) + 1) * (CELL + CAPTION + GAP))
+    size = (LABEL + columns * (CELL + GAP), HEAD + (len(chosen) + 1) * (CELL + CAPTION + GAP))
     page = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(page)
     for column, prompt in enumerate(baseline["prompts"][:columns]):
-        text = textwrap.fill(prompt.removesuffix(" background"), 19)
+        text = textwrap.fill(prompt, 19, max_lines=4, placeholder=" …")
         draw.text((LABEL + column * (CELL + GAP), 4), text, fill="black", font=small)
     rows = [(baseline["id"], "baseline", [])] + [(c["id"], _row_label(c), c["quality"]["shown_psnr"]) for c in chosen]
     for row, (name, label, psnrs) in enumerate(rows):
-        top = 44 + row * (CELL + CAPTION + GAP)
+        top = HEAD + row * (CELL + CAPTION + GAP)
         draw.text((4, top + 4), label, fill="black", font=font)
         pictures = _pictures(sources, name)
         for column in range(min(columns, len(pictures) // seeds)):
