@@ -120,11 +120,8 @@ def count_flops(denoiser: Any, args: Any, kwargs: Any, stacks: tuple[str, ...] =
     Raises:
         Exception: of any kind, where the model's code needs numbers that are not there.
     """
-    with torch.no_grad():
-        try:
-            counts, root = _count_on_meta(denoiser, spec_of(args), spec_of(kwargs))
-        except Exception:  # models look at numbers in many ways
-            counts, root = _count_on_fakes(denoiser, _remembered(args), _remembered(kwargs))
+    copy, counts = flops_by_module(denoiser, args, kwargs)
+    root = type(copy).__name__
     blocks = {}
     for path, operations in counts.items():
         stack, _, index = path.removeprefix(f"{root}.").rpartition(".")
@@ -133,8 +130,23 @@ def count_flops(denoiser: Any, args: Any, kwargs: Any, stacks: tuple[str, ...] =
     return FlopCount(int(sum(counts["Global"].values())), blocks)
 
 
-def _count_on_meta(denoiser: Any, args: Any, kwargs: Any) -> tuple[dict[str, Any], str]:
-    """FLOPs by module and operation, and the name under which the counter has the whole model."""
+def flops_by_module(denoiser: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, dict[Any, int]]]:
+    """The copy of `denoiser` on which one call was repeated, and what torch's counter found there.
+
+    Returns:
+        The copy; and class name and dotted path of each module -> operation -> FLOPs, ``Global`` for all of them.
+
+    Raises:
+        Exception: see `count_flops`.
+    """
+    with torch.no_grad():
+        try:
+            return _count_on_meta(denoiser, spec_of(args), spec_of(kwargs))
+        except Exception:  # models look at numbers in many ways
+            return _count_on_fakes(denoiser, _remembered(args), _remembered(kwargs))
+
+
+def _count_on_meta(denoiser: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
 
     def fill(spec: TensorSpec) -> torch.Tensor:
         return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
@@ -145,10 +157,10 @@ def _count_on_meta(denoiser: Any, args: Any, kwargs: Any) -> tuple[dict[str, Any
         torch.nn.Module.to(copy, _dtype(denoiser)).eval()  # not ModelMixin.to, which warns of modules kept in float32
         with counter:
             copy(*_filled(args, fill), **_filled(kwargs, fill))
-    return counter.get_flop_counts(), type(copy).__name__
+    return copy, counter.get_flop_counts()
 
 
-def _count_on_fakes(denoiser: Any, args: Any, kwargs: Any) -> tuple[dict[str, Any], str]:
+def _count_on_fakes(denoiser: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """The same on fake tensors, for models that look at the numbers in their arguments."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -163,7 +175,7 @@ def _count_on_fakes(denoiser: Any, args: Any, kwargs: Any) -> tuple[dict[str, An
     # Attention is written out as matrix products, which the counter knows.
     with counter, _MasksAsPlaces(), sdpa_kernel(SDPBackend.MATH):
         copy(*_filled(args, fill), **_filled(kwargs, fill))
-    return counter.get_flop_counts(), type(copy).__name__
+    return copy, counter.get_flop_counts()
 
 
 def _dtype(model: torch.nn.Module) -> torch.dtype:
