@@ -13,7 +13,7 @@ from chitu_hooks.patch import patch_as
 
 from .adapters import registry
 from .attention import make_attention
-from .attention.choice import AutoAttention
+from .attention.choice import AutoAttention, NamedAttention
 from .flexcache import Params, Strategy, calibrate, make_strategy
 from .parallel import Parallel, make_parallel
 from .parallel.agree import Agreement
@@ -92,5 +92,7 @@ def _decide_together(features: list[Feature]) -> None:
     for feature in features:
         if agreement is not None and isinstance(feature, AutoAttention):
             feature.told = agreement.told
+        if context is not None and isinstance(feature, NamedAttention):
+            feature.in_parts = context.parallel.ring > 1
         if context is not None and isinstance(feature, Strategy):
             feature.reduce = context.summed

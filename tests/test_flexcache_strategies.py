@@ -15,7 +15,7 @@ from probes import reachable_tensors
 from tiny import ALL, TINY, build, call_arguments, noise, run
 from variants import wan_two_experts
 
-from chitu_diffusion import FBCache, patch
+from chitu_diffusion import PAB, FBCache, Static, TaylorSeer, patch
 from chitu_hooks import ChituWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore::chitu_hooks.ChituWarning")
@@ -181,6 +181,42 @@ def test_few_steps_and_noisy_schedulers_warn() -> None:
     with patch(build("flux"), cache=ACTS["static"]) as handle, warnings.catch_warnings():
         warnings.simplefilter("error", ChituWarning)
         run("flux", handle.pipe, STEPS)
+
+
+def test_a_schedule_whose_skips_are_all_forbidden_warns() -> None:
+    pipe = build("flux")
+    with (
+        patch(pipe, cache=Static(steps=(0,), warmup=50)),
+        pytest.warns(ChituWarning, match="static: nothing was skipped"),
+    ):
+        run("flux", pipe, STEPS)
+    with patch(pipe, cache=Static(steps=range(STEPS))), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run("flux", pipe, STEPS)
+
+
+def test_consecutive_reuse_of_attention_is_limited_too() -> None:
+    pipe, found = build("flux"), {}
+    for limit in (None, 1):
+        with patch(pipe, cache=PAB(begin=0.0, end=1.0, interval=5, max_consecutive=limit), features=(log := Log(),)):
+            run("flux", pipe, STEPS)
+        found[limit] = log.computed()
+    assert found[None] == [0, 5] and found[1] == [0, 2, 4, 5, 7, 9]
+
+
+def test_a_model_that_writes_into_its_trunks_output_spoils_no_forecast() -> None:
+    pipe, params = build("flux"), TaylorSeer(order=0, interval=3, on="feature")
+
+    def write(module: Any, args: Any) -> None:
+        args[0].mul_(1.0).add_(1.0)
+
+    with patch(pipe, cache=params):
+        hook = pipe.transformer.norm_out.register_forward_pre_hook(write)
+        moved = run("flux", pipe, STEPS)
+        hook.remove()
+        hook = pipe.transformer.norm_out.register_forward_pre_hook(lambda module, args: (args[0] + 1.0, *args[1:]))
+        assert torch.equal(run("flux", pipe, STEPS), moved)
+        hook.remove()
 
 
 def test_a_cache_that_never_hits_warns() -> None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from chitu_hooks import Branch, Call, ChituWarning, Feature, Generation, HookMap, Order, Refusal, Sites
+from chitu_hooks.branches import signature
 
 from ..flops import Ledger
 from ..forecast import Tree, extrapolate, updated
@@ -78,17 +79,23 @@ class Strategy(Feature):
     def begin(self, generation: Generation) -> None:
         self.ledger.begin()
 
-    def denoiser_in(self, call: Call) -> Any | None:
+    def see(self, call: Call) -> None:
+        """What comes first in every call: the books, and the call's signature, before features further in cut its arguments."""
         self.ledger.see(call)
+        if call.signature is None:
+            call.signature = signature(call)
+
+    def denoiser_in(self, call: Call) -> Any | None:
+        self.see(call)
         self.look(call)
         if self.decides == "denoiser_in" and self.decide(call):
             call.skip_trunk(self.forecast(call))
         return None
 
     def denoiser_out(self, call: Call) -> None:
-        if call.skipping or call.replaced:
-            return
         memory = self.memory(call.branch)
+        if call.skipping or call.replaced or memory.reusing:
+            return
         memory.run = 0
         if self.order_of_forecast and call.branch.skippable:
             self._remember(memory, call)
@@ -116,7 +123,7 @@ class Strategy(Feature):
         """What this strategy keeps for `branch`: `start`, and what the base class needs."""
         memory = branch.memory(self)
         if not vars(memory):
-            vars(memory).update(position=-1, due=False, run=0, differences=[], index=-1, **self.start)
+            vars(memory).update(position=-1, due=False, reusing=False, run=0, differences=[], index=-1, **self.start)
         return memory
 
     def learning(self, call: Call) -> bool:
@@ -132,6 +139,7 @@ class Strategy(Feature):
         """Whether to skip, once a position: both stages of an order-2 step, and a step that is taken twice, agree."""
         memory, position = self.memory(call.branch), call.step.position
         new = memory.position != position
+        memory.reusing = False
         if new:
             memory.position = position
             memory.due = self._allowed(call, memory) and self.wants(call)
@@ -143,6 +151,7 @@ class Strategy(Feature):
             return False
         if new:
             memory.run += 1
+        memory.reusing = True
         self._warn_unsuited(call.generation)
         return True
 

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import torch
 
 from chitu_hooks import Call
-from chitu_hooks.branches import signature
 
 from ..distance import alike, copied, distance_l1, norm_l1
 from ..params import EasyCache
@@ -31,14 +30,14 @@ class EasyCacheStrategy(Strategy):
     }
 
     def denoiser_in(self, call: Call) -> Any | None:
-        self.ledger.see(call)
+        self.see(call)
         memory = self.memory(call.branch)
         memory.before, memory.input = memory.input, copied(call.input)
         return shifted(memory.input, memory.at, memory.output) if self.decide(call) else None
 
     def possible(self, call: Call) -> bool:
         memory = self.memory(call.branch)
-        return memory.output is not None and memory.signature == signature(call)
+        return memory.output is not None and memory.signature == call.signature
 
     def wants(self, call: Call) -> bool:
         """Accumulates rate * |change of the input| / |output|, per sample; the worst sample decides."""
@@ -58,7 +57,7 @@ class EasyCacheStrategy(Strategy):
             # |change of output| / |change of input|, to be multiplied by a further change of the input.
             rate = output / distance_l1(memory.input, memory.at)
             memory.rate, memory.sum = (rate, norm_l1(call.sample)), [0.0] * len(rate)
-        memory.at, memory.output, memory.signature = memory.input, copied(call.sample), signature(call)
+        memory.at, memory.output, memory.signature = memory.input, copied(call.sample), call.signature
 
     @property
     def full_budget(self) -> bool:

@@ -10,7 +10,6 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from chitu_hooks import Call, Generation, HookMap, Refusal, RefusedError, Sites, StepCall
-from chitu_hooks.branches import signature
 
 from .. import latent
 from ..distance import copied
@@ -50,7 +49,7 @@ class MeanCacheStrategy(ScheduledStrategy):
     # -- each branch ------------------------------------------------------------------------------------------------
 
     def denoiser_in(self, call: Call) -> Any | None:
-        self.ledger.see(call)
+        self.see(call)
         if not self.decide(call):
             return None
         state = call.generation.memory(self)
@@ -59,10 +58,10 @@ class MeanCacheStrategy(ScheduledStrategy):
 
     def possible(self, call: Call) -> bool:
         known = call.generation.memory(self).outputs.get(call.branch.ordinal)
-        return known is not None and known[0] == signature(call)
+        return known is not None and known[0] == call.signature
 
     def learn(self, call: Call) -> None:
-        call.generation.memory(self).outputs[call.branch.ordinal] = (signature(call), copied(call.sample))
+        call.generation.memory(self).outputs[call.branch.ordinal] = (call.signature, copied(call.sample))
 
     # -- the guided prediction --------------------------------------------------------------------------------------
 

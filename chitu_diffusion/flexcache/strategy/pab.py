@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import torch
 
 from chitu_hooks import AttentionContext, Call, Feature, HookMap, Refusal, Sites
-from chitu_hooks.branches import signature
 
 from ..kept import Recall, keep
 from ..params import PAB
@@ -67,7 +66,7 @@ class PABStrategy(Strategy):
 
     def possible(self, call: Call) -> bool:
         memory = self.memory(call.branch)
-        return bool(memory.outputs) and memory.signature == signature(call)
+        return bool(memory.outputs) and memory.signature == call.signature
 
     def wants(self, call: Call) -> bool:
         steps, position = call.generation.num_steps, call.step.position
@@ -77,7 +76,7 @@ class PABStrategy(Strategy):
         return first <= position < stop and (position - first) % self.params.interval != 0
 
     def learn(self, call: Call) -> None:
-        self.memory(call.branch).signature = signature(call)
+        self.memory(call.branch).signature = call.signature
 
     @property
     def full_budget(self) -> bool:
