@@ -26,12 +26,14 @@ def test_the_page_is_what_the_results_make(report: ModuleType) -> None:
     assert report.page() == (BENCH / "result.md").read_text(encoding="utf-8"), "run ChituBench/scripts/report.py"
 
 
-@pytest.mark.parametrize("name", ["overhead", "attention"])
+@pytest.mark.parametrize("name", ["overhead", "attention", "parallel"])
 def test_another_number_makes_another_page(report: ModuleType, name: str) -> None:
     data = json.loads((BENCH / "results" / f"{name}.json").read_text(encoding="utf-8"))
     changed = copy.deepcopy(data)
     if name == "overhead":
         changed["compiled"]["unhooked"]["ms"] += 1
+    elif name == "parallel":
+        changed["runs"][0]["shapes"]["flux-1024"]["one GPU, diffusers"]["ms"] += 10
     else:
         changed["shapes"][0]["kernels"]["sdpa_cudnn"]["tflops"] -= 100
     section = getattr(report, name)
