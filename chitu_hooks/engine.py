@@ -237,6 +237,9 @@ class Engine:
         generation = self.generation
         if generation is None or not generation.running_here:
             return rest(*args, **kwargs)
+        if not generation.entered:
+            generation.entered = True
+            self._hook_processors()  # perturbed attention guidance puts its own in after the pipeline's call began
         call = Call(self, generation, denoiser, args, kwargs)
         call.step = generation.current_step()
         call.branch = branches.identify(generation, call, self.hook_map.conditioning)

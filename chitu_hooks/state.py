@@ -143,6 +143,8 @@ class Generation:
         self.scheduler: Any = getattr(pipe, "scheduler", None)
         self.order = int(getattr(self.scheduler, "order", 1) or 1)
         self.memory = Memory()
+        self.entered = False
+        """Whether a denoiser was called."""
         self.branches: list[Branch] = []
         self.branch_keys: dict[Any, Branch] = {}
         self.steps_done = 0

@@ -283,6 +283,7 @@ class Ledger:
                 reason = next(iter(str(error).splitlines()), type(error).__name__)
                 reason = re.sub(r"<(\S+) object at 0x\w+>", r"\1", reason)[:120]
                 self._counts[shapes] = f"{type(denoiser).__name__} does not run without data: {reason}"
+        self._calls[key] = denoiser, spec_of(args), spec_of(kwargs), stacks  # the values are not needed any more
         return self._counts[shapes]
 
     def report(self) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Strategy(Feature):
 
     def bind(self, sites: Sites, hook_map: HookMap) -> Refusal | None:
         """Refuse where diffusers' own cache is on, or where the front and back blocks are all there are."""
-        self.inferred = hook_map.source == "inferred"
+        self.inferred = hook_map.learns
         return cache_of_diffusers(sites) or too_few_blocks(sites, self.front, self.back)
 
     def begin(self, generation: Generation) -> None:

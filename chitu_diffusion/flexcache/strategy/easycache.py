@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from chitu_hooks import Call
+from chitu_hooks import Call, RefusedError
 
 from ..distance import alike, copied, distance_l1, norm_l1
 from ..params import EasyCache
@@ -32,6 +32,8 @@ class EasyCacheStrategy(Strategy):
     def denoiser_in(self, call: Call) -> Any | None:
         self.see(call)
         memory = self.memory(call.branch)
+        if memory.input is None:
+            _check_sample(call)
         memory.before, memory.input = memory.input, copied(call.input)
         return shifted(memory.input, memory.at, memory.output) if self.decide(call) else None
 
@@ -62,6 +64,21 @@ class EasyCacheStrategy(Strategy):
     @property
     def full_budget(self) -> bool:
         return self.params.threshold == 0
+
+
+def _check_sample(call: Call) -> None:
+    """Refuse a model that takes something else before its sample.
+
+    Raises:
+        RefusedError: the first argument is not made of floating-point numbers.
+    """
+    given = call.input if isinstance(call.input, torch.Tensor) else next(iter(call.input or ()), None)
+    if not isinstance(given, torch.Tensor) or not given.is_floating_point():
+        first = next(iter(call.denoiser.arguments))
+        raise RefusedError(
+            f"easycache: {call.denoiser.name} ({type(call.denoiser.inner).__name__}) takes {first!r} first, which is no noisy "
+            "sample, so how far that has moved cannot be seen; use static, fbcache or taylorseer"
+        )
 
 
 def shifted(input_now: Any, input_then: Any, output_then: Any) -> Any:
