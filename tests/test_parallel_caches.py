@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from ranks import on_ranks
 from tiny import build, run
 
 from chitu_diffusion import FBCache, Parallel, patch
+from chitu_hooks import ChituWarning
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -41,7 +43,20 @@ def work(rank: int) -> dict[Any, Any]:
         with patch(pipe, cache=FBCache(threshold=threshold), parallel=Parallel(gather=2), features=(there,)):
             got = run("flux", pipe, STEPS)
         found[threshold] = difference(got, alone), here.hits, there.hits
+    found["idle"] = idle()
     return found
+
+
+def idle() -> tuple[Any, ...]:
+    """A cache that never skips, where half of the calls are left to the other rank."""
+    pipe = build("flux", 3)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", ChituWarning)
+        with patch(pipe, cache=FBCache(threshold=1e-9), parallel=Parallel(cfg=2)) as handle:
+            run("flux", pipe, 8)
+            report = handle.report()
+    books = next(feature for feature in report.features if feature["name"] == "fbcache")
+    return books, report.branches, [str(one.message) for one in told if "fbcache" in str(one.message)]
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +82,12 @@ def test_ranks_decide_alike_at_every_threshold(found: list[dict[Any, Any]]) -> N
             assert far < 1e-5 and alone == together
     hits = {found[0][threshold][1] for threshold in THRESHOLDS}
     assert len(hits) > 3, "the thresholds matter"
+
+
+def test_calls_of_another_rank_are_no_hits_and_save_nothing(found: list[dict[Any, Any]]) -> None:
+    for place, rank in enumerate(found):
+        books, branches, told = rank["idle"]
+        assert sorted(calls.get("elsewhere", 0) for calls in branches.values()) == [0, 7], "the calls were divided"
+        assert (books["hits"], books["computed"], books["flops"]["saved"]) == (0, 9, 0)
+        assert books["flops"]["full"] == books["flops"]["spent"] > 0
+        assert len(told) == 1 and "nothing was skipped in 9 calls" in told[0], place

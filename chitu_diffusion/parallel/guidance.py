@@ -105,6 +105,7 @@ class GuidanceParallel(Feature):
         if owner == self.axis.index:
             return None
         self.left += 1
+        call.elsewhere = True
         # Not a number, the first time: a pipeline that reads it before it is filled is then found out at the step.
         return torch.empty(**like) if space.proven else torch.full(fill_value=torch.nan, **like)
 

@@ -104,7 +104,8 @@ class Strategy(Feature):
 
     def end(self, generation: Generation) -> None:
         self.ledger.close(generation)
-        if generation.steps_done and not self.ledger.skipped and not self.full_budget and self._idle:
+        idle = self.ledger.asked and not self.ledger.skipped and not self.full_budget
+        if generation.steps_done and idle:
             warnings.warn(f"{self.name}: {self._idle}", ChituWarning, stacklevel=2)
         elif not generation.steps_done and any(calls["computed"] > 1 for calls in generation.tally.values()):
             warnings.warn(
