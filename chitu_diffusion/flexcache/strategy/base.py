@@ -146,7 +146,7 @@ class Strategy(Feature):
             memory.due = self._allowed(call, memory) and self.wants(call)
         if not memory.due:
             return False
-        self.ledger.wanted += 1
+        self.ledger.wanted += not call.elsewhere
         if not self.possible(call):
             self._tell_impossible(call)
             return False
