@@ -122,6 +122,10 @@ class Branch:
         self.replaced = 0
         self.elsewhere = 0
 
+    def forget(self) -> None:
+        """Drop the residuals and what every feature keeps, so that the next call is computed."""
+        self.residuals, self.memory, self.skippable = {}, Memory(), False
+
 
 KINDS = ("computed", "skipped", "replaced")
 """Kinds of calls that every tally has."""
