@@ -143,7 +143,7 @@ class GuidanceParallel(Feature):
         space = call.generation.memory(self)
         if space.sizes is not None:
             sizes, space.sizes = space.sizes, None
-            call.sample = self._gather(call.sample, sizes)
+            call.sample = space.calls[-1].sample = self._gather(call.sample, sizes)
             return
         entry = space.calls[-1]
         if isinstance(call.sample, Tensor):
