@@ -13,7 +13,7 @@ from probes import difference
 from ranks import on_ranks
 from tiny import build, run
 
-from chitu_diffusion import FBCache, MeanCache, Parallel, patch
+from chitu_diffusion import EasyCache, FBCache, MeanCache, Parallel, patch
 from chitu_hooks import ChituWarning
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 NAMES = ("flux", "sd3", "wan")
 MODES = ({"ulysses": 2}, {"gather": 2}, {"cfg": 2})
 THRESHOLDS = tuple(round(0.05 * number, 2) for number in range(1, 13))
+
+SWEEPS = [("flux", {"gather": 2}, FBCache), ("sd3", {"cfg": 2}, FBCache), ("sd3", {"cfg": 2}, EasyCache)]
 
 
 def work(rank: int) -> dict[Any, Any]:
@@ -37,16 +39,23 @@ def work(rank: int) -> dict[Any, Any]:
                 with patch(pipe, cache=params, parallel=Parallel(**mode), features=(log,)):
                     got = run(name, pipe, STEPS, length=7)
                 found[name, key, str(mode)] = difference(got, alone), difference(full, alone), log.hits
-    pipe = build("flux", 3)
-    for threshold in THRESHOLDS:
-        here, there = Log(), Log()
-        with patch(pipe, cache=FBCache(threshold=threshold), features=(here,)):
-            alone = run("flux", pipe, STEPS)
-        with patch(pipe, cache=FBCache(threshold=threshold), parallel=Parallel(gather=2), features=(there,)):
-            got = run("flux", pipe, STEPS)
-        found[threshold] = difference(got, alone), here.hits, there.hits
+    for name, mode, strategy in SWEEPS:
+        found[name, str(mode), strategy] = sweep(name, mode, strategy)
     found["idle"] = idle()
     found |= changing_guidance()
+    return found
+
+
+def sweep(name: str, mode: dict[str, int], strategy: type[Any]) -> list[tuple[float, list[int], list[int]]]:
+    """For each threshold: how far off the picture is, and the positions that are computed alone and on this rank."""
+    pipe, found = build(name, 3), []
+    for threshold in THRESHOLDS:
+        here, there = Log(), Log()
+        with patch(pipe, cache=strategy(threshold=threshold), features=(here,)):
+            alone = run(name, pipe, STEPS, length=7)
+        with patch(pipe, cache=strategy(threshold=threshold), parallel=Parallel(**mode), features=(there,)):
+            got = run(name, pipe, STEPS, length=7)
+        found.append((difference(got, alone), here.computed(), there.computed()))
     return found
 
 
@@ -122,13 +131,16 @@ def test_a_cache_gives_what_it_gives_alone(found: list[dict[Any, Any]], name: st
     assert found[0][name, key, mode][2] == found[1][name, key, mode][2] or "cfg" in mode
 
 
-def test_ranks_decide_alike_at_every_threshold(found: list[dict[Any, Any]]) -> None:
+@pytest.mark.parametrize(("name", "mode", "strategy"), SWEEPS)
+def test_ranks_decide_alike_at_every_threshold(
+    found: list[dict[Any, Any]], name: str, mode: dict[str, int], strategy: type[Any]
+) -> None:
+    """Also where each rank has half of the batch: the worst sample of the whole batch decides."""
     for rank in found:
-        for threshold in THRESHOLDS:
-            far, alone, together = rank[threshold]
+        for far, alone, together in rank[name, str(mode), strategy]:
             assert far < 1e-5 and alone == together
-    hits = {found[0][threshold][1] for threshold in THRESHOLDS}
-    assert len(hits) > 3, "the thresholds matter"
+    computed = {tuple(alone) for _, alone, _ in found[0][name, str(mode), strategy]}
+    assert len(computed) > 3, "the thresholds matter"
 
 
 def test_calls_of_another_rank_are_no_hits_and_save_nothing(found: list[dict[Any, Any]]) -> None:

@@ -46,7 +46,7 @@ class TensorBytes(TensorSpec):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorBytes:
-        flat = tensor.detach().to("cpu", copy=True).contiguous().flatten()
+        flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().flatten())
         return cls(tuple(tensor.shape), tensor.dtype, flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
 
     def tensor(self) -> torch.Tensor:

@@ -32,9 +32,10 @@ from chitu_hooks import (
     Sites,
     StepCall,
 )
-from chitu_hooks.state import Branch
+from chitu_hooks.branches import signature
+from chitu_hooks.state import ACTIVE, Branch
 
-from .collectives import all_gather, split
+from .collectives import all_gather, all_gather_dim, split
 from .layout import start
 from .mesh import Mesh
 
@@ -130,6 +131,10 @@ class GuidanceParallel(Feature):
         if batch < self.axis.size:
             call.generation.note(f"{self.name}: a batch of {batch} is run whole on each of {self.axis.size} ranks")
             return None
+        if call.signature is None:
+            call.signature = signature(
+                call
+            )  # of the whole batch: parts may differ in which ControlNet samples are zero
         sizes = split(batch, self.axis.size)
         at = start(sizes, self.axis.index)
         part = slice(at, at + sizes[self.axis.index])
@@ -162,6 +167,15 @@ class GuidanceParallel(Feature):
                 f"{self.name}: the samples of one batch differ in shape, and cannot be gathered; leave cfg out"
             )
         return list(all_gather(torch.stack(list(sample)), sizes, self.axis.name).unbind())
+
+    def gathered(self, sums: Tensor) -> Tensor:
+        """(2, B) of all samples where the call underway has a part of them, so that the worst of all decides on every rank."""
+        call = ACTIVE.call
+        sizes = call.generation.memory(self).sizes if call is not None else None
+        if sizes is None:
+            return sums
+        each = max(1, sums.shape[1] // sizes[self.axis.index])  # trunks of videos may have a row a frame
+        return all_gather_dim(sums, 1, [each * size for size in sizes], self.axis.name)
 
     def _fill(self, space: Any) -> None:
         """Every rank's samples to all ranks, into the tensors that the pipeline holds already."""
