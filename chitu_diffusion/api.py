@@ -11,7 +11,7 @@ from torch import Tensor
 import chitu_hooks
 from chitu_hooks import Feature, HookMap
 from chitu_hooks.find import find_hook_map
-from chitu_hooks.patch import patch_as
+from chitu_hooks.patch import check_pipe, patch_with
 
 from .adapters import registry
 from .attention import make_attention
@@ -76,15 +76,17 @@ def patch(
         HookMapError: no hook map fits the pipeline.
         RefusedError: a feature cannot do exactly what it is for here. Nothing was changed.
     """
+    check_pipe(pipe)
+    found = find_hook_map(pipe, hook_map, registry())
     chosen = [*features]
     if attention is not None:
         chosen.append(make_attention(attention))
     if cache is not None:
         chosen.append(make_strategy(cache))
     if parallel is not None:
-        chosen += make_parallel(parallel, pipe, find_hook_map(pipe, hook_map, registry()))
+        chosen += make_parallel(parallel, pipe, found)
     _decide_together(chosen)
-    return patch_as(Handle, pipe, chosen, hook_map=hook_map, registry=registry())
+    return patch_with(Handle, pipe, chosen, found)
 
 
 def _decide_together(features: list[Feature]) -> None:
