@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 import chitu_hooks
 from chitu_hooks import Feature, HookMap
 from chitu_hooks.find import find_hook_map
-from chitu_hooks.patch import patch_as
+from chitu_hooks.patch import check_pipe, patch_with
 
 from .adapters import registry
 from .attention import make_attention
@@ -18,6 +20,7 @@ from .flexcache import Params, Strategy, calibrate, make_strategy
 from .parallel import Parallel, make_parallel
 from .parallel.agree import Agreement
 from .parallel.context import ContextParallel
+from .parallel.guidance import GuidanceParallel
 
 
 class Handle(chitu_hooks.Handle):
@@ -73,26 +76,37 @@ def patch(
         HookMapError: no hook map fits the pipeline.
         RefusedError: a feature cannot do exactly what it is for here. Nothing was changed.
     """
+    check_pipe(pipe)
+    found = find_hook_map(pipe, hook_map, registry())
     chosen = [*features]
     if attention is not None:
         chosen.append(make_attention(attention))
     if cache is not None:
         chosen.append(make_strategy(cache))
     if parallel is not None:
-        chosen += make_parallel(parallel, pipe, find_hook_map(pipe, hook_map, registry()))
+        chosen += make_parallel(parallel, pipe, found)
     _decide_together(chosen)
-    return patch_as(Handle, pipe, chosen, hook_map=hook_map, registry=registry())
+    return patch_with(Handle, pipe, chosen, found)
 
 
 def _decide_together(features: list[Feature]) -> None:
-    """Ranks of one picture choose the same kernels; and where tokens are spread over ranks, a cache that measures a share of
-    them decides by the sums over all."""
+    """Ranks of one picture choose the same kernels; and a cache that measures a share of the tokens or of the batch decides by
+    the sums over all tokens, and by the worst sample of all."""
     agreement = next((feature for feature in features if isinstance(feature, Agreement)), None)
     context = next((feature for feature in features if isinstance(feature, ContextParallel)), None)
+    guidance = next((feature for feature in features if isinstance(feature, GuidanceParallel)), None)
     for feature in features:
         if agreement is not None and isinstance(feature, AutoAttention):
             feature.told = agreement.told
         if context is not None and isinstance(feature, NamedAttention):
             feature.in_parts = context.parallel.ring > 1
-        if context is not None and isinstance(feature, Strategy):
-            feature.reduce = context.summed
+        if isinstance(feature, Strategy):
+            feature.reduce = _reduction(context, guidance)
+
+
+def _reduction(context: ContextParallel | None, guidance: GuidanceParallel | None) -> Callable[[Tensor], Tensor]:
+    def reduce(sums: Tensor) -> Tensor:
+        sums = sums if context is None else context.summed(sums)
+        return sums if guidance is None else guidance.gathered(sums)
+
+    return reduce

@@ -145,7 +145,8 @@ class BlockSeam:
             branch.skipped += 1
             return
         if call.replaced:
-            branch.replaced += 1
+            branch.elsewhere += call.elsewhere
+            branch.replaced += not call.elsewhere
             return
         branch.computed += 1
         branch.signature = call.signature

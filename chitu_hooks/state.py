@@ -97,7 +97,8 @@ class Branch:
         last_called: stack number -> index of the last block that ran in the last computed call.
         last_inside: the same, of the blocks that can be skipped.
         signature: shapes and presence of the denoiser's arguments in the last computed call.
-        computed, skipped, replaced: number of calls of each kind.
+        computed, skipped, replaced, elsewhere: number of calls of each kind; `elsewhere`, see `Call.elsewhere`, is in no tally
+            unless there are such calls.
     """
 
     def __init__(self, denoiser: DenoiserSite, name: str, ordinal: int, values: tuple[Any, ...], held: Any) -> None:
@@ -119,6 +120,15 @@ class Branch:
         self.computed = 0
         self.skipped = 0
         self.replaced = 0
+        self.elsewhere = 0
+
+    def forget(self) -> None:
+        """Drop the residuals and what every feature keeps, so that the next call is computed."""
+        self.residuals, self.memory, self.skippable = {}, Memory(), False
+
+
+KINDS = ("computed", "skipped", "replaced")
+"""Kinds of calls that every tally has."""
 
 
 class Generation:
@@ -180,11 +190,9 @@ class Generation:
         """Drop every branch, keeping the numbers that the report needs."""
         self.measure_held()
         for branch in self.branches:
-            tally = self.tally.setdefault(
-                (branch.denoiser.name, branch.name), {"computed": 0, "skipped": 0, "replaced": 0}
-            )
-            for key in tally:
-                tally[key] += getattr(branch, key)
+            tally = self.tally.setdefault((branch.denoiser.name, branch.name), dict.fromkeys(KINDS, 0))
+            for key in (*KINDS, *("elsewhere",) * bool(branch.elsewhere)):
+                tally[key] = tally.get(key, 0) + getattr(branch, key)
         self.branches.clear()
         self.branch_keys.clear()
 

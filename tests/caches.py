@@ -55,7 +55,7 @@ def fitting(name: str, params: Params, blocks: int) -> Params:
 
 
 class Log(Feature):
-    """Notes of every denoiser call the branch, the position, the stage and whether anything was skipped."""
+    """Notes of every denoiser call of this rank the branch, the position, the stage and whether anything was skipped."""
 
     name = "log"
     order = Order.CLOCK
@@ -64,6 +64,8 @@ class Log(Feature):
         self.calls: list[tuple[str, int, int, bool]] = []
 
     def denoiser_out(self, call: Any) -> None:
+        if call.elsewhere:
+            return
         skipped = call.skipping or call.replaced or call.attention is not call.engine._attention
         self.calls.append((call.branch.name, call.step.position, call.step.stage, skipped))
 

@@ -276,6 +276,11 @@ def test_without_a_process_group_the_way_to_start_is_told() -> None:
         patch(build("flux"), parallel=Parallel(ulysses=2))
     with pytest.raises(PatchError, match="no process group is initialised"):
         patch(build("flux"), parallel="auto")
+    with pytest.raises(PatchError, match="patch takes a loaded diffusers pipeline, not str"):
+        patch("FLUX.1-dev", parallel=Parallel(cfg=2))
+    pipe = build("flux")
+    with patch(pipe), pytest.raises(PatchError, match="is patched already"):
+        patch(pipe, parallel=Parallel(cfg=2))
     with pytest.raises(PatchError, match="ulysses=0 is to be a whole number"):
         Parallel(ulysses=0)
     with patch(build("flux"), parallel=Parallel()) as handle:

@@ -10,10 +10,11 @@ import pytest
 import torch
 import variants
 from parallel_cases import Outcome, attempt
+from probes import difference
 from ranks import on_ranks
 from tiny import build, run
 
-from chitu_diffusion import Parallel, patch
+from chitu_diffusion import MeanCache, Parallel, Static, patch
 from chitu_diffusion.adapters import registry
 from chitu_hooks import RefusedError
 
@@ -39,6 +40,7 @@ def work(rank: int) -> dict[str, Any]:
     found["mixed precision"] = mixed_precision()
     found["skip layers"] = skip_layer_guidance()
     found["off"] = guidance_off()
+    found["unknown style"] = unknown_style()
     return found
 
 
@@ -79,6 +81,24 @@ def skip_layer_guidance() -> Any:
         except RefusedError as error:
             message = str(error)
     return batched, message, attempt(variant.pipe, CFG, lambda: plain(**arguments), expected)
+
+
+def unknown_style() -> tuple[Any, ...]:
+    """A map that does not say how guidance goes, alone and under a cache that met the whole batch at the first step."""
+    pipe = build("sd3")
+    hook_map = dataclasses.replace(next(found for found in registry() if found.name == "sd3"), guidance="unknown")
+    found: list[Any] = []
+    for cache in (None, Static(steps=(0, 3)), MeanCache(steps=(0, 3))):
+        with patch(pipe, cache=cache, hook_map=hook_map):
+            alone = run("sd3", pipe, STEPS)
+        with patch(pipe, cache=cache, hook_map=hook_map, parallel=Parallel(cfg=2)) as handle:
+            got = run("sd3", pipe, STEPS)
+            report = handle.report()
+        books = {feature["name"]: feature for feature in report.features}
+        found.append(
+            (books["cfg parallel"]["calls split"], difference(got, alone), next(iter(report.branches.values())))
+        )
+    return tuple(found)
 
 
 def guidance_off() -> Any:
@@ -145,3 +165,13 @@ def test_a_pipeline_that_reads_a_branch_early_is_refused_on_every_rank(found: li
         _, message, afterwards = rank["skip layers"]
         assert "StableDiffusion3Pipeline reads one branch before it runs the next" in message
         assert afterwards.difference < 1e-5, "the next call works"
+
+
+def test_a_batch_is_divided_at_every_step_once_guidance_is_known(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        (split, far, _), *cached = rank["unknown style"]
+        assert split == STEPS - 1 and far < 1e-5
+        for split, _, calls in cached:
+            assert split == STEPS - 1
+            assert calls["computed"] == 3, "what was kept of the whole batch is not given to a part of it"
+            assert calls["skipped"] + calls["replaced"] == 1

@@ -209,7 +209,10 @@ def _dtype(model: torch.nn.Module) -> torch.dtype:
 
 
 class Ledger:
-    """The books of one feature over one generation: what was due, what was skipped, and what that saved."""
+    """The books of one feature over one generation: what was due, what was skipped, and what that saved.
+
+    Calls that another rank ran are in none of the numbers: what they saved is in that rank's books.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[str, FlopCount | str] = {}
@@ -223,6 +226,8 @@ class Ledger:
         self.reused = 0
         """Calls that were computed, but for parts that were reused."""
         self._saved_inside = 0
+        self.asked = True
+        """Whether this rank had calls in which something could be reused."""
         self.bytes_held = 0
         self.seconds = 0.0
         self._begun = time.perf_counter()
@@ -253,6 +258,10 @@ class Ledger:
         self.bytes_held = generation.peak_bytes
         self._tally = {key: dict(calls) for key, calls in generation.tally.items()}
         self._saved_inside = generation.saved_flops
+        self.asked = not self._tally or any(
+            "elsewhere" not in calls or calls["computed"] + calls["skipped"] + calls["replaced"] > 1
+            for calls in self._tally.values()
+        )
         self.skipped = self.reused + sum(calls["skipped"] + calls["replaced"] for calls in self._tally.values())
         self.computed = sum(calls["computed"] for calls in self._tally.values()) - self.reused
 
@@ -268,7 +277,7 @@ class Ledger:
                 return {"not counted": count}
             paths = self._calls[key][3]
             spans = {paths[number]: span for number, span in self._spans[key].ranges.items()}
-            total += count.total * sum(calls.values())
+            total += count.total * (calls["computed"] + calls["skipped"] + calls["replaced"])
             saved += count.inside(spans) * calls["skipped"] + count.total * calls["replaced"]
         return {"full": total, "spent": total - saved, "saved": saved}
 

@@ -4,8 +4,10 @@ Batched guidance: each rank takes a part of the batch, and the outputs are gathe
 calls that are its own and hands out an empty tensor for the others; after the last call of a step the ranks exchange, and
 the empty tensors are filled where they are. The pipeline combines the branches afterwards, as it always does.
 
-How many calls a step has is not known in advance: the first step runs all of them everywhere, and a call is left to another
-rank only while the calls come as in the step before. `scheduler.step` settles what was left open.
+How many calls a step has is not known in advance: the first step runs all of them everywhere, and a branch gets its owner
+when the calls come as in the step before. It keeps that owner: what caches hold for it is up to date there and nowhere else.
+While the calls of a step come as expected they are exchanged after the last of them; from the first surprise on, each at
+once. `scheduler.step` settles what was left open.
 """
 
 from __future__ import annotations
@@ -30,11 +32,15 @@ from chitu_hooks import (
     Sites,
     StepCall,
 )
-from chitu_hooks.state import Branch
+from chitu_hooks.branches import signature
+from chitu_hooks.state import ACTIVE, Branch
 
-from .collectives import all_gather, split
+from .collectives import all_gather, all_gather_dim, split
 from .layout import start
 from .mesh import Mesh
+
+FILLED = -1
+"""Owner of a call whose result all ranks have."""
 
 
 class Pending:
@@ -75,6 +81,7 @@ class GuidanceParallel(Feature):
         space = generation.memory(self)
         space.calls = []
         space.plans = {}
+        space.certain = True
         space.proven = False
         space.sizes = None
         self.split = self.left = 0
@@ -85,26 +92,36 @@ class GuidanceParallel(Feature):
         space = call.generation.memory(self)
         plan = space.plans.get(call.denoiser.name, ())
         place = len(space.calls)
-        follows = all(entry.owner is not None for entry in space.calls)
-        if (
-            self.style != "batched"
-            and len(plan) > 1
-            and follows
-            and place < len(plan)
-            and plan[place][0] is call.branch
-        ):
-            return self._leave_to_owner(call, space, place, plan[place][1])
-        space.calls.append(Pending(call.branch, None))
+        space.certain = space.certain and place < len(plan) and plan[place] is call.branch
+        owner = self._owner(call, place, alone=not space.certain or len(plan) == 1)
+        space.calls.append(Pending(call.branch, owner))
+        if owner is not None:
+            return None if owner == self.axis.index else self._leave_to_owner(call, space)
         if self.style == "batched" or (self.style == "unknown" and len(plan) == 1):
             space.sizes = self._slice(call)
+        if getattr(call.branch.memory(self), "sizes", space.sizes) != space.sizes:
+            call.branch.forget()  # what caches hold is of another part of the batch
+        call.branch.memory(self).sizes = space.sizes
         return None
 
-    def _leave_to_owner(self, call: Call, space: Any, place: int, like: dict[str, Any]) -> Tensor | None:
-        owner = place % self.axis.size
-        space.calls.append(Pending(call.branch, owner))
-        if owner == self.axis.index:
+    def _owner(self, call: Call, place: int, alone: bool) -> int | None:
+        """The rank that runs `call`, None for all of them."""
+        if self.style == "batched":
             return None
+        kept = call.branch.memory(self)
+        owner, form = getattr(kept, "owner", None), getattr(kept, "form", None)
+        if form is not None and form["input"] != shape_of(call.input):
+            if owner is not None:  # what comes back has another shape too, and only the owner's caches know this branch
+                call.branch.forget()
+            return None
+        if owner is None and form is not None and not alone:
+            owner = kept.owner = place % self.axis.size
+        return owner
+
+    def _leave_to_owner(self, call: Call, space: Any) -> Tensor:
         self.left += 1
+        call.elsewhere = True
+        like = call.branch.memory(self).form["output"]
         # Not a number, the first time: a pipeline that reads it before it is filled is then found out at the step.
         return torch.empty(**like) if space.proven else torch.full(fill_value=torch.nan, **like)
 
@@ -114,6 +131,10 @@ class GuidanceParallel(Feature):
         if batch < self.axis.size:
             call.generation.note(f"{self.name}: a batch of {batch} is run whole on each of {self.axis.size} ranks")
             return None
+        if call.signature is None:
+            call.signature = signature(
+                call
+            )  # of the whole batch: parts may differ in which ControlNet samples are zero
         sizes = split(batch, self.axis.size)
         at = start(sizes, self.axis.index)
         part = slice(at, at + sizes[self.axis.index])
@@ -127,12 +148,15 @@ class GuidanceParallel(Feature):
         space = call.generation.memory(self)
         if space.sizes is not None:
             sizes, space.sizes = space.sizes, None
-            call.sample = self._gather(call.sample, sizes)
+            call.sample = space.calls[-1].sample = self._gather(call.sample, sizes)
             return
         entry = space.calls[-1]
+        if isinstance(call.sample, Tensor):
+            sample = call.sample
+            output = {"size": sample.shape, "dtype": sample.dtype, "device": sample.device}
+            call.branch.memory(self).form = {"input": shape_of(call.input), "output": output}
         entry.sample = call.sample
-        plan = space.plans.get(call.denoiser.name, ())
-        if entry.owner is not None and len(space.calls) == len(plan):
+        if not space.certain or len(space.calls) == len(space.plans[call.denoiser.name]):
             self._fill(space)
 
     def _gather(self, sample: Any, sizes: tuple[int, ...]) -> Any:
@@ -144,13 +168,24 @@ class GuidanceParallel(Feature):
             )
         return list(all_gather(torch.stack(list(sample)), sizes, self.axis.name).unbind())
 
+    def gathered(self, sums: Tensor) -> Tensor:
+        """(2, B) of all samples where the call underway has a part of them, so that the worst of all decides on every rank."""
+        call = ACTIVE.call
+        sizes = call.generation.memory(self).sizes if call is not None else None
+        if sizes is None:
+            return sums
+        each = max(1, sums.shape[1] // sizes[self.axis.index])  # trunks of videos may have a row a frame
+        return all_gather_dim(sums, 1, [each * size for size in sizes], self.axis.name)
+
     def _fill(self, space: Any) -> None:
         """Every rank's samples to all ranks, into the tensors that the pipeline holds already."""
         for entry in space.calls:
+            if entry.owner is None or entry.owner == FILLED:
+                continue
             mine = entry.owner == self.axis.index
             message = entry.sample.contiguous() if mine else entry.sample
             dist.broadcast(message, src=self.axis.ranks[entry.owner], group=self.axis.group)
-            entry.owner = -1
+            entry.owner = FILLED
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -160,11 +195,11 @@ class GuidanceParallel(Feature):
         RefusedError: the pipeline read a branch before the ranks had exchanged; on every rank, at the first such step.
         """
         space = step.generation.memory(self)
-        calls, space.calls = space.calls, []
+        calls, space.calls, space.certain = space.calls, [], True
         if not calls:
             return
-        filled = any(entry.owner == -1 for entry in calls)
-        owners = {entry.owner for entry in calls if entry.owner is not None} - {-1}
+        filled = any(entry.owner == FILLED for entry in calls)
+        owners = {entry.owner for entry in calls if entry.owner is not None} - {FILLED}
         if len(owners) > 1:
             raise GenerationError(
                 f"{self.name}: this step has {len(calls)} branches, fewer than the one before, and they are on ranks of their "
@@ -195,12 +230,10 @@ class GuidanceParallel(Feature):
 
     def _learn(self, space: Any, calls: list[Pending]) -> None:
         """The calls of this step, in the expectation that the next has the same."""
-        plans: dict[str, list[tuple[Branch, dict[str, Any]]]] = {}
+        plans: dict[str, list[Branch]] = {}
         for entry in calls:
-            if not isinstance(entry.sample, Tensor):
-                continue
-            form = {"size": entry.sample.shape, "dtype": entry.sample.dtype, "device": entry.sample.device}
-            plans.setdefault(entry.branch.denoiser.name, []).append((entry.branch, form))
+            if isinstance(entry.sample, Tensor):
+                plans.setdefault(entry.branch.denoiser.name, []).append(entry.branch)
         space.plans = plans if len(plans) == 1 else {}
 
     def end(self, generation: Generation) -> None:
@@ -224,6 +257,11 @@ def batch_of(call: Call) -> int:
     """Samples in the batch: dim 0 of the denoiser's first argument, or its length if that is a list."""
     value = call.args[0] if call.args else call.argument(next(iter(call.denoiser.arguments)))
     return value.shape[0] if isinstance(value, Tensor) else len(value) if isinstance(value, (list, tuple)) else 1
+
+
+def shape_of(value: Any) -> Any:
+    """Shape of a tensor, or of each in a list."""
+    return value.shape if isinstance(value, Tensor) else [item.shape for item in value]
 
 
 def cut_batch(value: Any, batch: int, part: slice, name: str) -> Any:

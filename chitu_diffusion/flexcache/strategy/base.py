@@ -30,8 +30,9 @@ class Strategy(Feature):
         adaptive: decisions depend on the data of the batch: the report then declares ``batch_coupled``.
         start: names and first values of what the strategy keeps for each branch.
         order_of_forecast: highest difference by which the residual is extrapolated; 0 holds it.
-        reduce: applied to a tensor of sums of absolute values before a decision reads it. A feature that shards tokens
-            puts an all-reduce (sum) here, so that every rank divides the same sums and decides alike.
+        reduce: applied to a tensor of sums of absolute values, (2, B), before a decision reads it. Where tokens are spread
+            over ranks an all-reduce (sum) stands here, and where the batch is, a gather of the samples of all ranks, so that
+            every rank divides the same sums and decides alike.
     """
 
     exactness = "lossy"
@@ -104,7 +105,8 @@ class Strategy(Feature):
 
     def end(self, generation: Generation) -> None:
         self.ledger.close(generation)
-        if generation.steps_done and not self.ledger.skipped and not self.full_budget and self._idle:
+        idle = self.ledger.asked and not self.ledger.skipped and not self.full_budget
+        if generation.steps_done and idle:
             warnings.warn(f"{self.name}: {self._idle}", ChituWarning, stacklevel=2)
         elif not generation.steps_done and any(calls["computed"] > 1 for calls in generation.tally.values()):
             warnings.warn(
@@ -145,7 +147,7 @@ class Strategy(Feature):
             memory.due = self._allowed(call, memory) and self.wants(call)
         if not memory.due:
             return False
-        self.ledger.wanted += 1
+        self.ledger.wanted += not call.elsewhere
         if not self.possible(call):
             self._tell_impossible(call)
             return False
@@ -157,6 +159,8 @@ class Strategy(Feature):
 
     def ratios(self, call: Call, sums: torch.Tensor) -> list[float]:
         """Relative distances, one a sample: ``sums[0] / sums[1]`` of the reduced `sums`, shaped (2, B).
+
+        They are of the whole batch, also where this rank has a part of it.
 
         The one place where a decision waits for the device. A distance that is no number, or zero throughout, is
         infinite, so that the call is computed, and the report says so.

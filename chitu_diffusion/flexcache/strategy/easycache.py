@@ -49,7 +49,8 @@ class EasyCacheStrategy(Strategy):
         if not alike(memory.input, memory.before):
             return False
         changes = torch.stack([memory.rate[0] * distance_l1(memory.input, memory.before), memory.rate[1]])
-        memory.sum = [a + b for a, b in zip(memory.sum, self.ratios(call, changes))]
+        found = self.ratios(call, changes)
+        memory.sum = [a + b for a, b in zip(memory.sum or [0.0] * len(found), found)]
         return max(memory.sum) < self.params.threshold
 
     def learn(self, call: Call) -> None:
@@ -58,7 +59,7 @@ class EasyCacheStrategy(Strategy):
             output = distance_l1(call.sample, memory.output)
             # |change of output| / |change of input|, to be multiplied by a further change of the input.
             rate = output / distance_l1(memory.input, memory.at)
-            memory.rate, memory.sum = (rate, norm_l1(call.sample)), [0.0] * len(rate)
+            memory.rate, memory.sum = (rate, norm_l1(call.sample)), None
         memory.at, memory.output, memory.signature = memory.input, copied(call.sample), call.signature
 
     @property
