@@ -39,6 +39,23 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class TensorBytes(TensorSpec):
+    """A small tensor with its numbers, and still no tensor: nothing of the pipeline is held once the generation is over."""
+
+    data: bytes
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorBytes:
+        flat = tensor.detach().to("cpu", copy=True).contiguous().flatten()
+        return cls(tuple(tensor.shape), tensor.dtype, flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+
+    def tensor(self) -> torch.Tensor:
+        if not self.data:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.frombuffer(bytearray(self.data), dtype=self.dtype).reshape(self.shape)
+
+
+@dataclass(frozen=True)
 class FlopCount:
     """FLOPs of one denoiser call."""
 
@@ -58,7 +75,18 @@ class FlopCount:
 
 def spec_of(value: Any) -> Any:
     """`value` with every tensor replaced by its `TensorSpec`."""
-    return map_tensors(value, lambda tensor: TensorSpec(tuple(tensor.shape), tensor.dtype))
+    return _mapped(value, lambda tensor: TensorSpec(tuple(tensor.shape), tensor.dtype))
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """`value` with `function` of every tensor and every spec in it."""
+    if isinstance(value, (torch.Tensor, TensorSpec)):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(item, function) for item in value)
+    if isinstance(value, dict):
+        return {key: _mapped(item, function) for key, item in value.items()}
+    return value
 
 
 def _remembered(value: Any) -> Any:
@@ -67,16 +95,14 @@ def _remembered(value: Any) -> Any:
 
 
 def _filled(value: Any, fill: Callable[[TensorSpec], torch.Tensor]) -> Any:
-    """`value` with every spec replaced by a tensor without data."""
-    if isinstance(value, TensorSpec):
-        return fill(value)
-    if isinstance(value, torch.Tensor):
-        return value.cpu()
-    if isinstance(value, (list, tuple)):
-        return type(value)(_filled(item, fill) for item in value)
-    if isinstance(value, dict):
-        return {key: _filled(item, fill) for key, item in value.items()}
-    return value
+    """`value` with every spec replaced by a tensor without data, unless its numbers are known."""
+
+    def made(item: Any) -> torch.Tensor:
+        if isinstance(item, TensorBytes):
+            return item.tensor()
+        return fill(item) if isinstance(item, TensorSpec) else item.cpu()
+
+    return _mapped(value, made)
 
 
 class _MasksAsPlaces(TorchDispatchMode):
@@ -170,11 +196,6 @@ def _dtype(model: torch.nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU, so that nothing of the pipeline is held once the generation is over."""
-    return tensor.to("cpu", copy=True)
-
-
 class Ledger:
     """The books of one feature over one generation: what was due, what was skipped, and what that saved."""
 
@@ -214,7 +235,7 @@ class Ledger:
             torch.cuda.synchronize()
         self.seconds = time.perf_counter() - self._begun
         self._calls = {
-            key: (denoiser, map_tensors(args, _own), map_tensors(kwargs, _own), stacks)
+            key: (denoiser, map_tensors(args, TensorBytes.of), map_tensors(kwargs, TensorBytes.of), stacks)
             for key, (denoiser, args, kwargs, stacks) in self._calls.items()
         }
         self.bytes_held = generation.peak_bytes
@@ -241,7 +262,8 @@ class Ledger:
 
     def _count(self, key: tuple[str, str]) -> FlopCount | str:
         denoiser, args, kwargs, stacks = self._calls[key]
-        shapes = repr((key[0], spec_of(args), spec_of(kwargs)))
+        self._calls[key] = (denoiser, spec_of(args), spec_of(kwargs), stacks)  # the numbers are needed once
+        shapes = repr((key[0], *self._calls[key][1:3]))
         if shapes not in self._counts:
             try:
                 self._counts[shapes] = count_flops(denoiser, args, kwargs, stacks)
