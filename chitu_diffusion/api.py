@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import chitu_hooks
-from chitu_hooks import Feature, HookMap
+from chitu_hooks import Feature, HookMap, RefusedError
 from chitu_hooks.find import find_hook_map
 from chitu_hooks.patch import patch_as
 
@@ -85,6 +85,13 @@ def patch(
 def _decide_together(features: list[Feature]) -> None:
     """Where tokens are spread over ranks, a cache that measures a share of them decides by the sums over all."""
     context = next((feature for feature in features if isinstance(feature, ContextParallel)), None)
+    if context is None:
+        return
     for feature in features:
-        if context is not None and hasattr(feature, "reduce"):
+        if getattr(feature, "cuts_tokens", False):
+            raise RefusedError(
+                f"{feature.name}: context parallelism spreads the tokens over ranks, and {feature.name} leaves some out; use cfg "
+                "parallelism, or another cache"
+            )
+        if hasattr(feature, "reduce"):
             feature.reduce = context.summed
