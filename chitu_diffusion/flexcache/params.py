@@ -232,8 +232,10 @@ class EasyCache(Params):
 class TaylorSeer(Params):
     """Compute every `interval`-th step, and forecast between them by finite differences.
 
-    Liu et al. 2025, https://arxiv.org/abs/2503.06923. What each block adds is forecast as a sum over blocks, which is the same
-    as forecasting block by block and takes one tensor a stream instead of one a block.
+    Liu et al. 2025, https://arxiv.org/abs/2503.06923, on whole blocks: forecasting what each block adds and summing is the same as
+    forecasting the sum, which takes one tensor a stream instead of one a block, and this is what is done. The paper's own
+    form is another forecast: it forecasts the outputs of attention and MLP before the gates, which this step's timestep
+    sets. It is not here, since no seam reaches the output of an MLP.
     """
 
     strategy: ClassVar[str] = "taylorseer"
