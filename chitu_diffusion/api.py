@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 import chitu_hooks
-from chitu_hooks import Feature, HookMap
+from chitu_hooks import Feature, HookMap, RefusedError
 from chitu_hooks.find import find_hook_map
 from chitu_hooks.patch import check_pipe, patch_with
 
@@ -96,6 +96,11 @@ def _decide_together(features: list[Feature]) -> None:
     context = next((feature for feature in features if isinstance(feature, ContextParallel)), None)
     guidance = next((feature for feature in features if isinstance(feature, GuidanceParallel)), None)
     for feature in features:
+        if context is not None and getattr(feature, "cuts_tokens", False):
+            raise RefusedError(
+                f"{feature.name}: context parallelism spreads the tokens over ranks, and {feature.name} leaves some out; use cfg "
+                "parallelism, or another cache"
+            )
         if agreement is not None and isinstance(feature, AutoAttention):
             feature.told = agreement.told
         if context is not None and isinstance(feature, NamedAttention):

@@ -6,6 +6,7 @@ Everything here is created when ``pipe(...)`` is entered and dropped when it is 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ class Active(threading.local):
         self.frame: Any = None
         """The processor call that is underway, see `attention.Frame`."""
         self.layout: Any = None
-        """How tokens are spread over ranks in the trunk that is underway, for traced code; set by the feature that does it."""
+        """Which tokens of the trunk that is underway are here, for traced code; set by the feature that spreads or cuts them."""
         self.cache_context: str | None = None
         """Name of the `cache_context` that the pipeline has entered."""
 
@@ -167,6 +168,8 @@ class Generation:
         self.tally: dict[tuple[str, str], dict[str, int]] = {}
         self.peak_bytes = 0
         self.saved_flops = 0
+        self.fewer: dict[tuple[str, str], Counter[int]] = {}
+        """Denoiser and branch -> number of image tokens -> calls that computed only so many."""
 
     @property
     def running_here(self) -> bool:

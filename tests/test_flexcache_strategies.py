@@ -10,7 +10,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from caches import ACTS, EXACT, STEPS, Log, fitting
+from caches import ACTS, EXACT, STEPS, Log, allowed, fitting
 from probes import reachable_tensors
 from tiny import ALL, TINY, build, call_arguments, noise, run
 from variants import wan_two_experts
@@ -31,7 +31,7 @@ def blocks(pipe: Any) -> int:
 def test_full_budget_changes_nothing(name: str) -> None:
     pipe = build(name)
     stock = run(name, pipe, STEPS)
-    for label, params in EXACT.items():
+    for label, params in allowed(EXACT, name).items():
         with patch(pipe, cache=params) as handle:
             assert torch.equal(run(name, pipe, STEPS), stock), label
         assert handle.report().features[0]["hits"] == 0
@@ -42,7 +42,7 @@ def test_full_budget_changes_nothing(name: str) -> None:
 def test_every_strategy_acts_repeats_itself_and_leaves_nothing(name: str) -> None:
     pipe = build(name)
     stock, count = run(name, pipe, STEPS), blocks(pipe)
-    for label, params in ACTS.items():
+    for label, params in allowed(ACTS, name).items():
         with patch(pipe, cache=fitting(name, params, count)) as handle:
             first = run(name, pipe, STEPS)
             feature = handle.report().features[0]
@@ -70,7 +70,7 @@ def test_each_branch_has_its_own_state(label: str) -> None:
             assert len(calls) == 1 + guided
             assert all(c["computed"] >= 1 for c in calls.values())
             assert handle.report().features[0]["hits"] >= len(calls)
-            if label != "pab":  # its calls count as computed: only their attention is reused
+            if label not in ("pab", "cubic"):  # their calls count as computed: only a part is reused
                 assert all(c["skipped"] + c["replaced"] >= 1 for c in calls.values())
 
 
@@ -147,7 +147,7 @@ def test_batches(name: str, label: str) -> None:
     with patch(pipe, cache=params) as handle:
         both = next(iter(pipe(**kwargs).values()))
         assert handle.report().features[0]["batch_coupled"] == (
-            label.split()[0] in ("fbcache", "easycache", "teacache")
+            label.split()[0] in ("fbcache", "easycache", "teacache", "cubic")
         )
         assert handle.report().features[0]["hits"] > 0
     assert not torch.equal(both[0], both[1])
@@ -244,7 +244,8 @@ def test_distances_of_zero_or_nan_compute_and_are_told(label: str, value: float)
     assert log.hits == 0
 
 
-@pytest.mark.parametrize("label", ACTS)
+# cubic sorts tokens on the host, once a branch, and is refused where they are spread over ranks.
+@pytest.mark.parametrize("label", [label for label in ACTS if label != "cubic"])
 def test_a_decision_waits_for_the_device_once_and_through_reduce(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`reduce` is where ranks come to the same answer, so nothing else may be read; what is fixed before reads nothing."""
     pipe, reads, reduced = build("flux"), [], []

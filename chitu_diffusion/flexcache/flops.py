@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +26,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from chitu_hooks import Call, Generation
 from chitu_hooks.call import map_tensors
+from chitu_hooks.sites import DenoiserSite
 from chitu_hooks.spans import Spans
+
+from .fewer import hold_fewer
+
+Prepare = Callable[[torch.nn.Module], AbstractContextManager[Any]]
 
 KEPT = 2**20
 """Most elements of an argument that keeps its values."""
@@ -135,18 +142,25 @@ def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
                 setattr(module, name, buffer.to(dtype))
 
 
-def count_flops(denoiser: Any, args: Any, kwargs: Any, stacks: tuple[str, ...] = ()) -> FlopCount:
+def count_flops(
+    denoiser: Any,
+    args: Any,
+    kwargs: Any,
+    stacks: tuple[str, ...] = (),
+    prepare: Prepare = nullcontext,
+) -> FlopCount:
     """FLOPs of ``denoiser(*args, **kwargs)``.
 
     Args:
         denoiser: a diffusers model; a stock one is built from its config, without data.
         args, kwargs: of the call, with tensors or `TensorSpec`s.
         stacks: dotted paths of the stacks.
+        prepare: changes the copy, and returns a context to run it in.
 
     Raises:
         Exception: of any kind, where the model's code needs numbers that are not there.
     """
-    copy, counts = flops_by_module(denoiser, args, kwargs)
+    copy, counts = flops_by_module(denoiser, args, kwargs, prepare)
     root = type(copy).__name__
     blocks = {}
     for path, operations in counts.items():
@@ -156,7 +170,9 @@ def count_flops(denoiser: Any, args: Any, kwargs: Any, stacks: tuple[str, ...] =
     return FlopCount(int(sum(counts["Global"].values())), blocks)
 
 
-def flops_by_module(denoiser: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, dict[Any, int]]]:
+def flops_by_module(
+    denoiser: Any, args: Any, kwargs: Any, prepare: Prepare = nullcontext
+) -> tuple[Any, dict[str, dict[Any, int]]]:
     """The copy of `denoiser` on which one call was repeated, and what torch's counter found there.
 
     Returns:
@@ -167,12 +183,12 @@ def flops_by_module(denoiser: Any, args: Any, kwargs: Any) -> tuple[Any, dict[st
     """
     with torch.no_grad():
         try:
-            return _count_on_meta(denoiser, spec_of(args), spec_of(kwargs))
+            return _count_on_meta(denoiser, spec_of(args), spec_of(kwargs), prepare)
         except Exception:  # models look at numbers in many ways
-            return _count_on_fakes(denoiser, _remembered(args), _remembered(kwargs))
+            return _count_on_fakes(denoiser, _remembered(args), _remembered(kwargs), prepare)
 
 
-def _count_on_meta(denoiser: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+def _count_on_meta(denoiser: Any, args: Any, kwargs: Any, prepare: Prepare) -> tuple[Any, dict[str, Any]]:
 
     def fill(spec: TensorSpec) -> torch.Tensor:
         return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
@@ -181,12 +197,12 @@ def _count_on_meta(denoiser: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str
     with torch.device("meta"):
         copy = type(denoiser).from_config(denoiser.config)
         torch.nn.Module.to(copy, _dtype(denoiser)).eval()  # not ModelMixin.to, which warns of modules kept in float32
-        with counter:
+        with prepare(copy), counter:
             copy(*_filled(args, fill), **_filled(kwargs, fill))
     return copy, counter.get_flop_counts()
 
 
-def _count_on_fakes(denoiser: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+def _count_on_fakes(denoiser: Any, args: Any, kwargs: Any, prepare: Prepare) -> tuple[Any, dict[str, Any]]:
     """The same on fake tensors, for models that look at the numbers in their arguments."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -199,7 +215,7 @@ def _count_on_fakes(denoiser: Any, args: Any, kwargs: Any) -> tuple[Any, dict[st
         copy = type(denoiser).from_config(denoiser.config).eval()
         _cast(copy, _dtype(denoiser))
     # Attention is written out as matrix products, which the counter knows.
-    with counter, _MasksAsPlaces(), sdpa_kernel(SDPBackend.MATH):
+    with prepare(copy), counter, _MasksAsPlaces(), sdpa_kernel(SDPBackend.MATH):
         copy(*_filled(args, fill), **_filled(kwargs, fill))
     return copy, counter.get_flop_counts()
 
@@ -217,6 +233,8 @@ class Ledger:
     def __init__(self) -> None:
         self._counts: dict[str, FlopCount | str] = {}
         """Shapes of a call -> its FLOPs, or why they could not be counted."""
+        self._cuts = False
+        """Some calls compute fewer tokens, of numbers that are not known before."""
         self.begin()
 
     def begin(self) -> None:
@@ -232,6 +250,8 @@ class Ledger:
         self.seconds = 0.0
         self._begun = time.perf_counter()
         self._calls: dict[tuple[str, str], tuple[Any, Any, Any, tuple[str, ...]]] = {}
+        self._fewer: dict[tuple[str, str], Counter[int]] = {}
+        self._sites: dict[str, DenoiserSite] = {}
         self._spans: dict[tuple[str, str], Spans] = {}
         self._tally: dict[tuple[str, str], dict[str, int]] = {}
 
@@ -239,10 +259,11 @@ class Ledger:
         """Remember the shapes of a branch's first call, and which blocks of it can be skipped."""
         key = (call.denoiser.name, call.branch.name)
         self._spans[key] = call.spans
+        self._sites[key[0]] = call.denoiser
         if key not in self._calls:
             stacks = tuple(stack.path for stack in call.denoiser.stacks)
             shapes = (spec_of(call.args), spec_of(call.kwargs))
-            known = repr((key[0], *shapes)) in self._counts
+            known = repr((key[0], *shapes)) in self._counts and not self._cuts
             args, kwargs = shapes if known else (_remembered(call.args), _remembered(call.kwargs))
             self._calls[key] = (call.denoiser.inner, args, kwargs, stacks)
 
@@ -262,6 +283,7 @@ class Ledger:
             "elsewhere" not in calls or calls["computed"] + calls["skipped"] + calls["replaced"] > 1
             for calls in self._tally.values()
         )
+        self._fewer, self._cuts = generation.fewer, self._cuts or bool(generation.fewer)
         self.skipped = self.reused + sum(calls["skipped"] + calls["replaced"] for calls in self._tally.values())
         self.computed = sum(calls["computed"] for calls in self._tally.values()) - self.reused
 
@@ -279,20 +301,29 @@ class Ledger:
             spans = {paths[number]: span for number, span in self._spans[key].ranges.items()}
             total += count.total * (calls["computed"] + calls["skipped"] + calls["replaced"])
             saved += count.inside(spans) * calls["skipped"] + count.total * calls["replaced"]
+            for tokens, number in self._fewer.get(key, {}).items():
+                part = self._count(key, tokens)
+                if isinstance(part, str):
+                    return {"not counted": part}
+                saved += (count.total - part.total) * number
+            denoiser, args, kwargs, stacks = self._calls[key]
+            self._calls[key] = (denoiser, spec_of(args), spec_of(kwargs), stacks)  # the numbers are needed once
         return {"full": total, "spent": total - saved, "saved": saved}
 
-    def _count(self, key: tuple[str, str]) -> FlopCount | str:
+    def _count(self, key: tuple[str, str], tokens: int | None = None) -> FlopCount | str:
         denoiser, args, kwargs, stacks = self._calls[key]
-        self._calls[key] = (denoiser, spec_of(args), spec_of(kwargs), stacks)  # the numbers are needed once
-        shapes = repr((key[0], *self._calls[key][1:3]))
+        shapes = repr((key[0], spec_of(args), spec_of(kwargs), *(() if tokens is None else (tokens,))))
+
+        def prepare(copy: torch.nn.Module) -> AbstractContextManager[Any]:
+            return nullcontext() if tokens is None else hold_fewer(copy, self._sites[key[0]], tokens)
+
         if shapes not in self._counts:
             try:
-                self._counts[shapes] = count_flops(denoiser, args, kwargs, stacks)
+                self._counts[shapes] = count_flops(denoiser, args, kwargs, stacks, prepare)
             except Exception as error:  # models look at numbers in many ways; a count must not spoil a report
                 reason = next(iter(str(error).splitlines()), type(error).__name__)
                 reason = re.sub(r"<(\S+) object at 0x\w+>", r"\1", reason)[:120]
                 self._counts[shapes] = f"{type(denoiser).__name__} does not run without data: {reason}"
-        self._calls[key] = denoiser, spec_of(args), spec_of(kwargs), stacks  # the values are not needed any more
         return self._counts[shapes]
 
     def report(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ class Strategy(Feature):
     Attributes:
         decides: where: before the denoiser (`denoiser_in`), or in a method of the strategy's own, further in.
         adaptive: decisions depend on the data of the batch: the report then declares ``batch_coupled``.
+        cuts_tokens: the trunk runs on fewer tokens in some calls, which no feature that spreads them over ranks expects.
         start: names and first values of what the strategy keeps for each branch.
         order_of_forecast: highest difference by which the residual is extrapolated; 0 holds it.
         reduce: applied to a tensor of sums of absolute values, (2, B), before a decision reads it. Where tokens are spread
@@ -40,6 +41,7 @@ class Strategy(Feature):
     skips_trunk = True
     decides: ClassVar[str] = "denoiser_in"
     adaptive: ClassVar[bool] = False
+    cuts_tokens: ClassVar[bool] = False
     start: ClassVar[dict[str, Any]] = {}
     order_of_forecast: int = 0
 
