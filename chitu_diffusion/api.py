@@ -9,7 +9,11 @@ from typing import Any
 from torch import Tensor
 
 import chitu_hooks
+<<<<<<< HEAD
 from chitu_hooks import Feature, HookMap, RefusedError
+=======
+from chitu_hooks import Feature, HookMap, PatchError
+>>>>>>> joints
 from chitu_hooks.find import find_hook_map
 from chitu_hooks.patch import check_pipe, patch_with
 
@@ -25,6 +29,10 @@ from .parallel.guidance import GuidanceParallel
 
 class Handle(chitu_hooks.Handle):
     """What `patch` returns. A context manager; leaving it undoes the patch."""
+
+    def undo(self) -> None:
+        super().undo()
+        _decide_together(self.features, ())  # they may be the caller's, who can use them again
 
     def calibrate(
         self, prompts: Sequence[str | Mapping[str, Any]], path: str | Path | None = None, **arguments: Any
@@ -43,8 +51,14 @@ class Handle(chitu_hooks.Handle):
             What the file holds: the model, how it was measured, and the constants by strategy.
 
         Raises:
-            PatchError: no prompts, a cache is on, or the runs have fewer than 2 steps.
+            PatchError: no prompts, a cache is on, several ranks make one picture, or the runs have fewer than 2 steps.
         """
+        spread = next((feature for feature in self.features if isinstance(feature, Agreement)), None)
+        if spread is not None:
+            raise PatchError(
+                f"calibrate measures whole calls on one rank, and parallel spreads them over {spread.axis.size}; patch without "
+                "parallel for it"
+            )
         return calibrate(self, prompts, path, **arguments)
 
 
@@ -85,17 +99,22 @@ def patch(
         chosen.append(make_strategy(cache))
     if parallel is not None:
         chosen += make_parallel(parallel, pipe, found)
-    _decide_together(chosen)
-    return patch_with(Handle, pipe, chosen, found)
+    _decide_together(chosen, chosen)
+    try:
+        return patch_with(Handle, pipe, chosen, found)
+    except BaseException:
+        _decide_together(chosen, ())
+        raise
 
 
-def _decide_together(features: list[Feature]) -> None:
+def _decide_together(features: Sequence[Feature], parallel: Sequence[Feature]) -> None:
     """Ranks of one picture choose the same kernels; and a cache that measures a share of the tokens or of the batch decides by
-    the sums over all tokens, and by the worst sample of all."""
-    agreement = next((feature for feature in features if isinstance(feature, Agreement)), None)
-    context = next((feature for feature in features if isinstance(feature, ContextParallel)), None)
-    guidance = next((feature for feature in features if isinstance(feature, GuidanceParallel)), None)
+    the sums over all tokens, and by the worst sample of all. With no features for it in `parallel` each decides alone again."""
+    agreement = next((feature for feature in parallel if isinstance(feature, Agreement)), None)
+    context = next((feature for feature in parallel if isinstance(feature, ContextParallel)), None)
+    guidance = next((feature for feature in parallel if isinstance(feature, GuidanceParallel)), None)
     for feature in features:
+<<<<<<< HEAD
         if context is not None and getattr(feature, "cuts_tokens", False):
             raise RefusedError(
                 f"{feature.name}: context parallelism spreads the tokens over ranks, and {feature.name} leaves some out; use cfg "
@@ -105,8 +124,18 @@ def _decide_together(features: list[Feature]) -> None:
             feature.told = agreement.told
         if context is not None and isinstance(feature, NamedAttention):
             feature.in_parts = context.parallel.ring > 1
+=======
+        if isinstance(feature, AutoAttention):
+            feature.told = _to_itself if agreement is None else agreement.told
+        if isinstance(feature, NamedAttention):
+            feature.in_parts = context is not None and context.parallel.ring > 1
+>>>>>>> joints
         if isinstance(feature, Strategy):
             feature.reduce = _reduction(context, guidance)
+
+
+def _to_itself(mine: Any) -> list[Any]:
+    return [mine]
 
 
 def _reduction(context: ContextParallel | None, guidance: GuidanceParallel | None) -> Callable[[Tensor], Tensor]:

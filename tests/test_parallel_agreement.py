@@ -13,9 +13,10 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from ranks import on_ranks
 from tiny import build, call_arguments, noise, run
 
-from chitu_diffusion import Parallel, patch
+from chitu_diffusion import FBCache, Parallel, patch
 from chitu_diffusion.attention import choice
 from chitu_diffusion.attention.fastest import Row
+from chitu_diffusion.flexcache import make_strategy
 from chitu_diffusion.parallel.environment import in_turn
 from chitu_hooks import GenerationError, PatchError, RefusedError
 
@@ -71,6 +72,8 @@ def two(rank: int) -> dict[str, Any]:
     found["other request"] = other_request(rank)
     found["misfit"] = [refusal(Parallel(ulysses=3)), refusal("usp")]
     found["vae"] = vae_tiles()
+    found["used again"] = used_again()
+    found["calibrate"] = calibrated()
     found["turns"] = turns(rank)
     found["kernels"] = kernels()
     found["tables"] = tables(rank)
@@ -155,6 +158,31 @@ def tables(rank: int) -> tuple[list[str], str]:
     return list(told["chosen"].values()), told["measured, and not usable here"]["diffusers:_native_math"]
 
 
+def used_again() -> Any:
+    """What a strategy and a choice of kernels of the caller's do when the handle is undone."""
+    strategy, kernels, sums = make_strategy(FBCache(threshold=1.0)), choice.AutoAttention(), torch.ones(2, 1)
+    found = []
+    with patch(build("flux"), features=(strategy, kernels), parallel=Parallel(gather=2)):
+        found.append((float(strategy.reduce(sums.clone()).sum()), len(kernels.told("here"))))
+    found.append((float(strategy.reduce(sums.clone()).sum()), len(kernels.told("here"))))
+    with patch(build("flux"), features=(strategy,)) as handle:
+        run("flux", handle.pipe, 4)
+        found.append((float(strategy.reduce(sums.clone()).sum()), handle.report().features[0]["hits"]))
+    return found
+
+
+def calibrated() -> str:
+    """Constants are not measured where a rank sees a part of the calls, or of their tokens."""
+    messages = set()
+    for mode in ("cfg", "gather"):
+        with patch(build("flux"), parallel=Parallel(**{mode: 2})) as handle:
+            try:
+                handle.calibrate([call_arguments("flux", 3)])  # type: ignore[attr-defined]
+            except PatchError as error:
+                messages.add(str(error))
+    return " ".join(messages)
+
+
 def turns(rank: int) -> tuple[float, float]:
     """When this rank's turn began and ended."""
     with in_turn(rank):
@@ -218,6 +246,20 @@ def test_tiles_of_the_vae_are_divided_and_give_the_bits_of_the_tiled_decode(pair
         shares.append(told["tiles decoded here"])
         assert told["of"] == sum(shares) or rank is pair[0]
     assert min(shares) > 0
+
+
+def test_a_feature_used_again_asks_no_other_rank(pair: list[dict[str, Any]]) -> None:
+    for rank in pair:
+        together, alone, again = rank["used again"]
+        assert together == (4.0, 2) and alone == (2.0, 1)
+        assert again[0] == 2.0 and again[1] > 0
+
+
+def test_constants_are_measured_on_one_rank(pair: list[dict[str, Any]]) -> None:
+    for rank in pair:
+        assert rank["calibrate"] == (
+            "calibrate measures whole calls on one rank, and parallel spreads them over 2; patch without parallel for it"
+        )
 
 
 def test_ranks_of_a_machine_take_turns(pair: list[dict[str, Any]]) -> None:
