@@ -9,11 +9,7 @@ from typing import Any
 from torch import Tensor
 
 import chitu_hooks
-<<<<<<< HEAD
-from chitu_hooks import Feature, HookMap, RefusedError
-=======
-from chitu_hooks import Feature, HookMap, PatchError
->>>>>>> joints
+from chitu_hooks import Feature, HookMap, PatchError, RefusedError
 from chitu_hooks.find import find_hook_map
 from chitu_hooks.patch import check_pipe, patch_with
 
@@ -99,8 +95,8 @@ def patch(
         chosen.append(make_strategy(cache))
     if parallel is not None:
         chosen += make_parallel(parallel, pipe, found)
-    _decide_together(chosen, chosen)
     try:
+        _decide_together(chosen, chosen)
         return patch_with(Handle, pipe, chosen, found)
     except BaseException:
         _decide_together(chosen, ())
@@ -114,22 +110,15 @@ def _decide_together(features: Sequence[Feature], parallel: Sequence[Feature]) -
     context = next((feature for feature in parallel if isinstance(feature, ContextParallel)), None)
     guidance = next((feature for feature in parallel if isinstance(feature, GuidanceParallel)), None)
     for feature in features:
-<<<<<<< HEAD
         if context is not None and getattr(feature, "cuts_tokens", False):
             raise RefusedError(
                 f"{feature.name}: context parallelism spreads the tokens over ranks, and {feature.name} leaves some out; use cfg "
                 "parallelism, or another cache"
             )
-        if agreement is not None and isinstance(feature, AutoAttention):
-            feature.told = agreement.told
-        if context is not None and isinstance(feature, NamedAttention):
-            feature.in_parts = context.parallel.ring > 1
-=======
         if isinstance(feature, AutoAttention):
             feature.told = _to_itself if agreement is None else agreement.told
         if isinstance(feature, NamedAttention):
             feature.in_parts = context is not None and context.parallel.ring > 1
->>>>>>> joints
         if isinstance(feature, Strategy):
             feature.reduce = _reduction(context, guidance)
 
