@@ -110,17 +110,25 @@ def _decide_together(features: Sequence[Feature], parallel: Sequence[Feature]) -
     context = next((feature for feature in parallel if isinstance(feature, ContextParallel)), None)
     guidance = next((feature for feature in parallel if isinstance(feature, GuidanceParallel)), None)
     for feature in features:
-        if context is not None and getattr(feature, "cuts_tokens", False):
-            raise RefusedError(
-                f"{feature.name}: context parallelism spreads the tokens over ranks, and {feature.name} leaves some out; use cfg "
-                "parallelism, or another cache"
-            )
+        if isinstance(feature, Strategy) and feature.cuts_tokens:
+            _refuse_ranks(feature, context, guidance)
         if isinstance(feature, AutoAttention):
             feature.told = _to_itself if agreement is None else agreement.told
         if isinstance(feature, NamedAttention):
             feature.in_parts = context is not None and context.parallel.ring > 1
         if isinstance(feature, Strategy):
             feature.reduce = _reduction(context, guidance)
+
+
+def _refuse_ranks(cache: Strategy, context: ContextParallel | None, guidance: GuidanceParallel | None) -> None:
+    if context is not None:
+        raise RefusedError(
+            f"{cache.name}: context parallelism spreads the tokens over ranks, and {cache.name} leaves some out; use another cache"
+        )
+    if guidance is not None:
+        raise RefusedError(
+            f"{cache.name}: under cfg parallelism each rank would leave out tokens by its own part of the batch; use another cache"
+        )
 
 
 def _to_itself(mine: Any) -> list[Any]:
