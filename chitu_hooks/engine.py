@@ -53,7 +53,7 @@ class Engine:
         self._hooks_attention = self._any("attention")
         self._denoiser_in = self.having("denoiser_in")
         self._denoiser_out = self.having("denoiser_out")
-        self._attention = self.having("attention") or None
+        self._attention = tuple(feature for feature in self.features if needs_seam(feature, "attention")) or None
         self._skips = any(feature.skips_trunk for feature in self.features)
         self.blocks.plan()
 

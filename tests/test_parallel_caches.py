@@ -34,18 +34,24 @@ def work(rank: int) -> dict[Any, Any]:
         full = run(name, pipe, STEPS, length=7)
         for key, params in WHOLE.items():
             params = fitting(name, params, 3)
-            with patch(pipe, cache=params):
+            with patch(pipe, cache=params) as handle:
                 alone = run(name, pipe, STEPS, length=7)
+                found[name, key, "flops"] = flops(handle)
             for mode in MODES:
                 log = Log()
-                with patch(pipe, cache=params, parallel=Parallel(**mode), features=(log,)):
+                with patch(pipe, cache=params, parallel=Parallel(**mode), features=(log,)) as handle:
                     got = run(name, pipe, STEPS, length=7)
+                    found[name, key, str(mode), "flops"] = flops(handle)
                 found[name, key, str(mode)] = difference(got, alone), difference(full, alone), log.hits
     for name, mode, strategy in SWEEPS:
         found[name, str(mode), strategy] = sweep(name, mode, strategy)
     found["idle"] = idle()
     found |= changing_guidance()
     return found
+
+
+def flops(handle: Any) -> dict[str, int]:
+    return next(feature["flops"] for feature in handle.report().features if "flops" in feature)
 
 
 def sweep(name: str, mode: dict[str, int], strategy: type[Any]) -> list[tuple[float, list[int], list[int]]]:
@@ -131,6 +137,22 @@ def test_a_cache_gives_what_it_gives_alone(found: list[dict[Any, Any]], name: st
         assert hits > 0 and effect > 1e-3, "the cache acted"
         assert far < 1e-5
     assert found[0][name, key, mode][2] == found[1][name, key, mode][2] or "cfg" in mode
+
+
+@pytest.mark.parametrize("key", ACTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_flops_are_of_whole_calls_and_of_this_ranks_part_of_guidance(
+    found: list[dict[Any, Any]], name: str, key: str
+) -> None:
+    alone = found[0][name, key, "flops"]
+    for mode in ("ulysses", "gather"):
+        for rank in found:
+            assert rank[name, key, str({mode: 2}), "flops"] == alone, "the tokens of all ranks are counted"
+    parts = [rank[name, key, str({"cfg": 2}), "flops"] for rank in found]
+    # The first step of calls one after the other runs on both ranks.
+    twice = 0 if name == "sd3" else alone["full"] // STEPS
+    assert sum(part["full"] for part in parts) == alone["full"] + twice
+    assert abs(sum(part["saved"] for part in parts) - alone["saved"]) <= 0.01 * alone["saved"]
 
 
 @pytest.mark.parametrize(("name", "mode", "strategy"), SWEEPS)

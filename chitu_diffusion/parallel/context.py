@@ -63,7 +63,6 @@ class ContextParallel(Feature):
         self.outer_group = mesh.outer.name
         self.outer_index = mesh.outer.index
         self.rings = parallel.ring > 1
-        self.order_of: dict[int, tuple[str, ...]] = {}
         self.trunk_arguments: tuple[str, ...] = ()
         self.calls = 0
         self.seen: dict[str, None] = {}

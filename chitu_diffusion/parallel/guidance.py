@@ -46,13 +46,15 @@ FILLED = -1
 class Pending:
     """One call of the step that is underway."""
 
-    __slots__ = ("branch", "owner", "sample")
+    __slots__ = ("branch", "owner", "plannable", "sample")
 
     def __init__(self, branch: Branch, owner: int | None) -> None:
         self.branch = branch
         self.owner = owner
         """The rank that runs it; None: every rank."""
         self.sample: Any = None
+        self.plannable = False
+        """It returned one tensor, for which room can be made elsewhere."""
 
 
 class GuidanceParallel(Feature):
@@ -148,14 +150,17 @@ class GuidanceParallel(Feature):
         space = call.generation.memory(self)
         if space.sizes is not None:
             sizes, space.sizes = space.sizes, None
-            call.sample = space.calls[-1].sample = self._gather(call.sample, sizes)
+            call.sample = self._gather(call.sample, sizes)
+            space.calls[-1].plannable = isinstance(call.sample, Tensor)
             return
         entry = space.calls[-1]
         if isinstance(call.sample, Tensor):
             sample = call.sample
             output = {"size": sample.shape, "dtype": sample.dtype, "device": sample.device}
             call.branch.memory(self).form = {"input": shape_of(call.input), "output": output}
-        entry.sample = call.sample
+        entry.plannable = isinstance(call.sample, Tensor)
+        if call.generation.steps_done:  # nothing is left to others before; a pipeline without steps would pile them up
+            entry.sample = call.sample
         if not space.certain or len(space.calls) == len(space.plans[call.denoiser.name]):
             self._fill(space)
 
@@ -219,7 +224,8 @@ class GuidanceParallel(Feature):
 
     def _prove(self, step: StepCall, calls: list[Pending]) -> None:
         """That the pipeline has not read a tensor before it was filled."""
-        early = step.model_output.isnan().any() & ~torch.stack([entry.sample.isnan().any() for entry in calls]).any()
+        samples = [entry.sample for entry in calls if isinstance(entry.sample, Tensor)]
+        early = step.model_output.isnan().any() & ~torch.stack([sample.isnan().any() for sample in samples]).any()
         flag = early.to(torch.float32).reshape(1)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.axis.group)
         if flag.item():
@@ -232,17 +238,19 @@ class GuidanceParallel(Feature):
         """The calls of this step, in the expectation that the next has the same."""
         plans: dict[str, list[Branch]] = {}
         for entry in calls:
-            if isinstance(entry.sample, Tensor):
+            if entry.plannable:
                 plans.setdefault(entry.branch.denoiser.name, []).append(entry.branch)
         space.plans = plans if len(plans) == 1 else {}
 
     def end(self, generation: Generation) -> None:
-        if generation.steps_done > 1 and not (self.split or self.left or self._ran_foreign(generation)):
+        if self.split or self.left or self._ran_foreign(generation):
+            return
+        why = "guidance was off, or a step had one branch and one sample" if generation.steps_done > 1 else None
+        if not generation.steps_done and any(calls["computed"] > 1 for calls in generation.tally.values()):
+            why = "the pipeline took no step of its scheduler, which tells where the calls of one step end"
+        if why is not None:
             warnings.warn(
-                f"{self.name}: nothing was divided over its {self.axis.size} ranks; guidance was off, or a step had one branch "
-                "and one sample",
-                ChituWarning,
-                stacklevel=2,
+                f"{self.name}: nothing was divided over its {self.axis.size} ranks; {why}", ChituWarning, stacklevel=2
             )
 
     def _ran_foreign(self, generation: Generation) -> bool:

@@ -31,10 +31,12 @@ class Layout(NamedTuple):
     text_first: bool
     """Order of text and image inside joint attention."""
 
-    @property
-    def local(self) -> int:
-        """Tokens of this rank, text and image."""
-        return self.text[self.rank] + self.image[self.rank]
+    def whole(self, tokens: int) -> int:
+        """Tokens on all ranks of a sequence of which this rank has `tokens`; a sequence that is not spread stays as it is."""
+        if tokens == self.image[self.rank]:
+            return sum(self.image)
+        words = self.text[0] if self.shared else sum(self.text)
+        return sum(self.image) + words if tokens == self.image[self.rank] + self.text[self.rank] else tokens
 
 
 def make_layout(streams: dict[str, Any], index: int, ranks: int, text: str, order: tuple[str, ...]) -> Layout:
