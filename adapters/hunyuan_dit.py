@@ -4,7 +4,7 @@ from chitu_hooks import HookMap, Stack
 
 HOOK_MAP = HookMap(
     name="hunyuan_dit",
-    pipelines=("HunyuanDiTPipeline", "HunyuanDiTControlNetPipeline"),
+    pipelines=("HunyuanDiTPipeline", "HunyuanDiTControlNetPipeline", "HunyuanDiTPAGPipeline"),
     stacks=(Stack("blocks", streams={"image": "hidden_states"}, returns=("image",)),),
     conditioning=("encoder_hidden_states", "encoder_hidden_states_t5"),
     guidance="batched",

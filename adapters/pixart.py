@@ -4,7 +4,7 @@ from chitu_hooks import HookMap, Stack
 
 HOOK_MAP = HookMap(
     name="pixart",
-    pipelines=("PixArtAlphaPipeline", "PixArtSigmaPipeline"),
+    pipelines=("PixArtAlphaPipeline", "PixArtSigmaPipeline", "PixArtSigmaPAGPipeline"),
     stacks=(Stack("transformer_blocks", streams={"image": "hidden_states"}, returns=("image",), aligned={}),),
     guidance="batched",
     exit="norm_out",

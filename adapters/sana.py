@@ -4,7 +4,13 @@ from chitu_hooks import HookMap, Stack
 
 HOOK_MAP = HookMap(
     name="sana",
-    pipelines=("SanaPipeline", "SanaControlNetPipeline", "SanaSprintPipeline", "SanaSprintImg2ImgPipeline"),
+    pipelines=(
+        "SanaPipeline",
+        "SanaPAGPipeline",
+        "SanaControlNetPipeline",
+        "SanaSprintPipeline",
+        "SanaSprintImg2ImgPipeline",
+    ),
     stacks=(Stack("transformer_blocks", streams={"image": "hidden_states"}, returns=("image",)),),
     guidance="batched",
 )

@@ -10,6 +10,8 @@ HOOK_MAP = HookMap(
         "StableDiffusion3InpaintPipeline",
         "StableDiffusion3ControlNetPipeline",
         "StableDiffusion3ControlNetInpaintingPipeline",
+        "StableDiffusion3PAGPipeline",
+        "StableDiffusion3PAGImg2ImgPipeline",
     ),
     stacks=(
         Stack(

@@ -6,7 +6,7 @@ ALIGNED = {"rotary_emb.0": "image@1", "rotary_emb.1": "image@1", "temb": "image@
 
 HOOK_MAP = HookMap(
     name="wan",
-    pipelines=("WanPipeline", "WanImageToVideoPipeline", "WanVideoToVideoPipeline"),
+    pipelines=("WanPipeline", "WanImageToVideoPipeline"),
     denoisers=("transformer", "transformer_2"),
     stacks=(Stack("blocks", streams={"image": "hidden_states"}, returns=("image",), aligned=ALIGNED),),
     guidance="sequential",

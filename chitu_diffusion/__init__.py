@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from chitu_hooks import ChituError, Feature, HookMap, Stack
 
     from .api import Handle, patch
-    from .flexcache import PAB, BlockDance, EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer, TeaCache
+    from .flexcache import PAB, BlockDance, Cubic, EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer, TeaCache
     from .parallel import Parallel
 
 __all__ = [
     "PAB",
     "BlockDance",
     "ChituError",
+    "Cubic",
     "EasyCache",
     "FBCache",
     "Feature",
@@ -46,7 +47,18 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     **dict.fromkeys(("ChituError", "Feature", "HookMap", "Stack"), "chitu_hooks"),
     **dict.fromkeys(
-        ("BlockDance", "EasyCache", "FBCache", "MagCache", "MeanCache", "PAB", "Static", "TaylorSeer", "TeaCache"),
+        (
+            "BlockDance",
+            "Cubic",
+            "EasyCache",
+            "FBCache",
+            "MagCache",
+            "MeanCache",
+            "PAB",
+            "Static",
+            "TaylorSeer",
+            "TeaCache",
+        ),
         "chitu_diffusion.flexcache",
     ),
     **dict.fromkeys(("Handle", "patch"), "chitu_diffusion.api"),

@@ -124,6 +124,11 @@ class AttentionContext:
                     f"{self.layer}: {feature.name} gives no log-sum-exp, so attention cannot be put together from parts; use "
                     "another kernel, or no ring"
                 )
+        if self.backend is not None:
+            raise GenerationError(
+                f"{self.layer}: the backend set in diffusers gives no log-sum-exp, so attention cannot be put together from "
+                "parts; reset_attention_backend(), name a kernel, or use no ring"
+            )
         return _sdpa_with_lse(q_BSHD, k_BTHD, v_BTHD, self.scale)
 
     @property

@@ -66,7 +66,7 @@ class BlockSeam:
         if call.branch.spans is not None:
             return call.branch.spans
         skipper = self.skipper
-        if skipper and (skipper.front or skipper.back) and self.engine.hook_map.source == "inferred":
+        if skipper and (skipper.front or skipper.back) and self.engine.hook_map.learns:
             return Spans()
         return self._spans_in_order(call.denoiser.stacks)
 
@@ -145,7 +145,8 @@ class BlockSeam:
             branch.skipped += 1
             return
         if call.replaced:
-            branch.replaced += 1
+            branch.elsewhere += call.elsewhere
+            branch.replaced += not call.elsewhere
             return
         branch.computed += 1
         branch.signature = call.signature

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .call import Call
-from .state import ACTIVE, Branch, Generation, Memory
+from .state import ACTIVE, Branch, Generation
 
 PER_STEP = frozenset({"timestep", "timestep_r", "t", "return_dict", "sigma"})
 """Plain arguments that may differ from step to step, or mean nothing, and so tell no branches apart."""
@@ -50,7 +50,7 @@ def _drop_older(generation: Generation, new: Branch) -> None:
     older = [b for b in generation.branches if (b.denoiser, b.name, b.ordinal, b.values) == place]
     for branch in older[:-1]:
         if branch.residuals or branch.memory.spaces:
-            branch.residuals, branch.memory, branch.skippable = {}, Memory(), False
+            branch.forget()
             generation.note(
                 f"{new.name}: its conditioning keeps changing, so nothing could be reused from step to step"
             )

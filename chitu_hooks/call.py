@@ -90,6 +90,7 @@ class Call:
         spans: the blocks that are left out when the trunk is skipped.
         entry: the arguments of the trunk's first block, from `Feature.trunk_in` on.
         replaced: the denoiser did not run at all.
+        elsewhere: nor was it left out: another process runs this call, and the output is only room for its result.
     """
 
     __slots__ = (
@@ -98,6 +99,7 @@ class Call:
         "block_calls",
         "branch",
         "denoiser",
+        "elsewhere",
         "engine",
         "entry",
         "generation",
@@ -131,6 +133,7 @@ class Call:
         self.output: Any = None
         self.skipping = False
         self.replaced = False
+        self.elsewhere = False
         self.spans = NOTHING
         self.entry: BlockInputs | None = None
         self.runs: dict[int, StackRun] = {}

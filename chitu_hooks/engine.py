@@ -53,7 +53,7 @@ class Engine:
         self._hooks_attention = self._any("attention")
         self._denoiser_in = self.having("denoiser_in")
         self._denoiser_out = self.having("denoiser_out")
-        self._attention = self.having("attention") or None
+        self._attention = tuple(feature for feature in self.features if needs_seam(feature, "attention")) or None
         self._skips = any(feature.skips_trunk for feature in self.features)
         self.blocks.plan()
 
@@ -237,6 +237,9 @@ class Engine:
         generation = self.generation
         if generation is None or not generation.running_here:
             return rest(*args, **kwargs)
+        if not generation.entered:
+            generation.entered = True
+            self._hook_processors()  # perturbed attention guidance puts its own in after the pipeline's call began
         call = Call(self, generation, denoiser, args, kwargs)
         call.step = generation.current_step()
         call.branch = branches.identify(generation, call, self.hook_map.conditioning)

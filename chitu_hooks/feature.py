@@ -98,7 +98,10 @@ class Feature:
         return None
 
     def denoiser_out(self, call: Call) -> None:
-        """After the denoiser ran or was replaced; may replace `call.sample`."""
+        """After the denoiser ran or was replaced; may replace `call.sample`.
+
+        Where a feature further out replaced the call (`call.replaced`), this comes without `denoiser_in` before it.
+        """
 
     def trunk_in(self, call: Call, streams: Streams) -> Streams | None:
         """At the entry of the first block called: role -> (B, S, C) tensor. May return other streams."""
@@ -168,7 +171,7 @@ SEAM_METHODS: dict[str, tuple[str, ...]] = {
     "clock": ("begin", "step_in", "step_out", "end"),
     "denoiser": ("denoiser_in", "denoiser_out"),
     "block": ("trunk_in", "front_out", "trunk_out", "block_in", "block_out"),
-    "attention": ("attention",),
+    "attention": ("attention", "attention_with_lse"),
 }
 """Which methods hang on which seam."""
 

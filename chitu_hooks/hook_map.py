@@ -96,6 +96,11 @@ class HookMap:
     source: Literal["explicit", "registry", "inferred"] = field(default="explicit", compare=False)
     """How this map came to be used; set by `find`."""
 
+    @property
+    def learns(self) -> bool:
+        """Whether streams of some stack are left to the first computed call: in every inferred map, and in others in part."""
+        return any(not stack.returns for stack in self.stacks or ())
+
     def __post_init__(self) -> None:
         name = f"hook map {self.name!r}"
         _check_tuples(

@@ -48,6 +48,8 @@ NOT_DENOISERS = (
 TAKES_TIME = ("t", "sigma")
 TIME_ENDS = ("timestep", "timesteps", "timestep_ratio", "_time")
 """Names, and ends of names, of the argument that tells a denoiser how noisy its sample is."""
+BEFORE_THE_TRUNK = ("text_", "txt_", "refiner")
+"""Parts of the names of stacks that see one kind of tokens before the trunk begins: what `Stack.refiner` says in a map."""
 GIVE_UP_AFTER = 2
 """Computed calls after which a stack whose streams are still unknown is left alone."""
 
@@ -101,7 +103,7 @@ def infer_stacks(denoiser: nn.Module) -> tuple[Stack, ...]:
     if "UNet" in type(denoiser).__name__:
         return ()
     return tuple(
-        Stack(name, streams={}, returns=(), order=())
+        Stack(name, streams={}, returns=(), order=(), refiner=any(part in name for part in BEFORE_THE_TRUNK))
         for name, child in denoiser.named_children()
         if isinstance(child, nn.ModuleList)
         and len(child)

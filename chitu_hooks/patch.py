@@ -145,8 +145,12 @@ def patch_as(
     registry: Sequence[HookMap] = (),
 ) -> AnyHandle:
     """`patch` with a handle of class `kind`, which may have further methods."""
-    _check_pipe(pipe)
-    found = find_hook_map(pipe, hook_map, registry)
+    check_pipe(pipe)
+    return patch_with(kind, pipe, features, find_hook_map(pipe, hook_map, registry))
+
+
+def patch_with(kind: type[AnyHandle], pipe: Any, features: Sequence[Feature], found: HookMap) -> AnyHandle:
+    """`patch_as` where `check_pipe` was asked and the map is found already."""
     engine = Engine(find_sites(pipe, found), found, list(features))
     _bind(engine)
     with contextlib.ExitStack() as hooks:
@@ -161,7 +165,10 @@ LIVE = "_chitu_handle"
 """Attribute of a patched pipeline: its live handle."""
 
 
-def _check_pipe(pipe: Any) -> None:
+def check_pipe(pipe: Any) -> None:
+    """Raises:
+    PatchError: `pipe` is not a pipeline, or is patched already.
+    """
     components = getattr(pipe, "components", None)
     if not isinstance(components, dict) or not callable(pipe) or isinstance(pipe, nn.Module):
         raise PatchError(

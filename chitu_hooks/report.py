@@ -25,7 +25,7 @@ class Report:
     features: list[dict[str, Any]]
     """Per feature: name, exactness, and what it reports itself."""
     branches: dict[str, dict[str, int]]
-    """Last generation: denoiser/branch -> calls computed, skipped and replaced."""
+    """Last generation: denoiser/branch -> calls computed, skipped and replaced, and those left to another rank."""
     steps: int | None
     """Last generation: schedule positions that ran."""
     bytes_held: int

@@ -6,6 +6,7 @@ Everything here is created when ``pipe(...)`` is entered and dropped when it is 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ class Active(threading.local):
         self.frame: Any = None
         """The processor call that is underway, see `attention.Frame`."""
         self.layout: Any = None
-        """How tokens are spread over ranks in the trunk that is underway, for traced code; set by the feature that does it."""
+        """Which tokens of the trunk that is underway are here, for traced code; set by the feature that spreads or cuts them."""
         self.cache_context: str | None = None
         """Name of the `cache_context` that the pipeline has entered."""
 
@@ -97,7 +98,8 @@ class Branch:
         last_called: stack number -> index of the last block that ran in the last computed call.
         last_inside: the same, of the blocks that can be skipped.
         signature: shapes and presence of the denoiser's arguments in the last computed call.
-        computed, skipped, replaced: number of calls of each kind.
+        computed, skipped, replaced, elsewhere: number of calls of each kind; `elsewhere`, see `Call.elsewhere`, is in no tally
+            unless there are such calls.
     """
 
     def __init__(self, denoiser: DenoiserSite, name: str, ordinal: int, values: tuple[Any, ...], held: Any) -> None:
@@ -119,6 +121,15 @@ class Branch:
         self.computed = 0
         self.skipped = 0
         self.replaced = 0
+        self.elsewhere = 0
+
+    def forget(self) -> None:
+        """Drop the residuals and what every feature keeps, so that the next call is computed."""
+        self.residuals, self.memory, self.skippable = {}, Memory(), False
+
+
+KINDS = ("computed", "skipped", "replaced")
+"""Kinds of calls that every tally has."""
 
 
 class Generation:
@@ -143,6 +154,8 @@ class Generation:
         self.scheduler: Any = getattr(pipe, "scheduler", None)
         self.order = int(getattr(self.scheduler, "order", 1) or 1)
         self.memory = Memory()
+        self.entered = False
+        """Whether a denoiser was called."""
         self.branches: list[Branch] = []
         self.branch_keys: dict[Any, Branch] = {}
         self.steps_done = 0
@@ -155,6 +168,8 @@ class Generation:
         self.tally: dict[tuple[str, str], dict[str, int]] = {}
         self.peak_bytes = 0
         self.saved_flops = 0
+        self.fewer: dict[tuple[str, str], Counter[int]] = {}
+        """Denoiser and branch -> number of image tokens -> calls that computed only so many."""
 
     @property
     def running_here(self) -> bool:
@@ -178,11 +193,9 @@ class Generation:
         """Drop every branch, keeping the numbers that the report needs."""
         self.measure_held()
         for branch in self.branches:
-            tally = self.tally.setdefault(
-                (branch.denoiser.name, branch.name), {"computed": 0, "skipped": 0, "replaced": 0}
-            )
-            for key in tally:
-                tally[key] += getattr(branch, key)
+            tally = self.tally.setdefault((branch.denoiser.name, branch.name), dict.fromkeys(KINDS, 0))
+            for key in (*KINDS, *("elsewhere",) * bool(branch.elsewhere)):
+                tally[key] = tally.get(key, 0) + getattr(branch, key)
         self.branches.clear()
         self.branch_keys.clear()
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from chitu_diffusion import PAB, BlockDance, EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer, TeaCache
+from chitu_diffusion import (
+    PAB,
+    BlockDance,
+    Cubic,
+    EasyCache,
+    FBCache,
+    MagCache,
+    MeanCache,
+    Static,
+    TaylorSeer,
+    TeaCache,
+)
 from chitu_diffusion.flexcache import Params
 from chitu_hooks import Feature, Order
 
@@ -26,6 +37,7 @@ ACTS: dict[str, Params] = {
     "meancache": MeanCache(steps=(0, 1, 3, 6)),
     "blockdance": BlockDance(begin=0.2, group=3),
     "pab": PAB(interval=3),
+    "cubic": Cubic(warmup=2, static=0.4, medium=0.7, static_interval=5, medium_interval=2, region=2),
     "taylorseer": TaylorSeer(order=2, interval=3),
     "taylorseer feature": TaylorSeer(order=1, interval=3, on="feature"),
 }
@@ -42,11 +54,22 @@ EXACT: dict[str, Params] = {
     "meancache": MeanCache(steps=range(STEPS)),
     "blockdance": BlockDance(group=1),
     "pab": PAB(interval=1),
+    "cubic": Cubic(medium=0.0, warmup=1),
+    "cubic often": Cubic(static_interval=1, warmup=1),
     "taylorseer": TaylorSeer(interval=1, order=2),
     "taylorseer feature": TaylorSeer(interval=1, on="feature"),
     "warmup": FBCache(threshold=50.0, warmup=STEPS),
 }
 """Parameters that never skip."""
+
+
+REFUSED = {"cubic": ("sana", "hidream", "mochi", "hunyuan_dit")}
+"""Strategy -> pipelines that it refuses: no map says which arguments of their blocks have one entry a token."""
+
+
+def allowed(table: dict[str, Params], name: str) -> dict[str, Params]:
+    """Those of `table` that the pipeline `name` takes."""
+    return {label: params for label, params in table.items() if name not in REFUSED.get(params.strategy, ())}
 
 
 def fitting(name: str, params: Params, blocks: int) -> Params:
@@ -55,7 +78,7 @@ def fitting(name: str, params: Params, blocks: int) -> Params:
 
 
 class Log(Feature):
-    """Notes of every denoiser call the branch, the position, the stage and whether anything was skipped."""
+    """Notes of every denoiser call of this rank the branch, the position, the stage and whether anything was skipped."""
 
     name = "log"
     order = Order.CLOCK
@@ -64,6 +87,8 @@ class Log(Feature):
         self.calls: list[tuple[str, int, int, bool]] = []
 
     def denoiser_out(self, call: Any) -> None:
+        if call.elsewhere:
+            return
         skipped = call.skipping or call.replaced or call.attention is not call.engine._attention
         self.calls.append((call.branch.name, call.step.position, call.step.stage, skipped))
 

@@ -179,3 +179,23 @@ def test_features_run_in_order_and_back() -> None:
     ) as h:
         run("wan", h.pipe, 1, guided=False)
     assert seen == ["clock in", "cache in", "kernel in", "kernel out", "cache out", "clock out"]
+
+
+def test_a_feature_that_gives_parts_only_is_run() -> None:
+    class InParts(Feature):
+        name, order = "in parts", Order.CONTEXT
+
+        def attention(self, q_BSHD, k_BTHD, v_BTHD, ctx):  # type: ignore[no-untyped-def]
+            return ctx.next_with_lse(q_BSHD, k_BTHD, v_BTHD)[0]
+
+    class Parts(Feature):
+        name, order, calls = "parts", Order.KERNEL, 0
+
+        def attention_with_lse(self, q_BSHD, k_BTHD, v_BTHD, ctx):  # type: ignore[no-untyped-def]
+            self.calls += 1
+            return None
+
+    parts = Parts()
+    with patch(build("flux"), [InParts(), parts]) as handle:
+        run("flux", handle.pipe, 2)
+    assert parts.calls > 0

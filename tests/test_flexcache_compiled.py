@@ -15,6 +15,9 @@ from torch._dynamo.utils import counters
 from chitu_diffusion import patch
 
 pytestmark = pytest.mark.filterwarnings("ignore::chitu_hooks.ChituWarning")
+TWO_GRAPHS = ("pab", "cubic")
+"""Strategies that compute a part of a block, and so have a graph of their own."""
+
 NAMES = ["wan", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flux", "sd3", "qwen", "zimage"))]
 
 
@@ -31,7 +34,7 @@ def _fresh_dynamo() -> Iterator[None]:
 def test_compiled_blocks_take_no_further_graph(name: str, order: str) -> None:
     """All strategies in turn on one pipeline: together they may need no graph that the stock model does not need."""
     expected = {}
-    strategies = {label: params for label, params in ACTS.items() if label != "pab"}  # it has a graph of its own
+    strategies = {label: params for label, params in ACTS.items() if label not in TWO_GRAPHS}
     for label, params in strategies.items():
         pipe = build(name, LAYERS)
         with patch(pipe, cache=fitting(name, params, LAYERS)):
@@ -57,10 +60,11 @@ def test_compiled_blocks_take_no_further_graph(name: str, order: str) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize(("name", "order"), [("wan", "compile first"), ("flux", "patch first")])
-def test_attention_that_is_reused_takes_two_graphs(name: str, order: str, backend: str) -> None:
-    """One that keeps and one that recalls, for each block class; none a step, none a layer."""
+@pytest.mark.parametrize("label", TWO_GRAPHS)
+def test_a_part_of_a_block_takes_two_graphs(label: str, name: str, order: str, backend: str) -> None:
+    """One that keeps and one that recalls, for each block class; none a step, none a layer, none a number of tokens."""
     pipe = build(name, LAYERS)
-    with patch(pipe, cache=ACTS["pab"]):
+    with patch(pipe, cache=ACTS[label]):
         expected = run(name, pipe, STEPS)
     pipe = build(name, LAYERS)
     compile_blocks(pipe.transformer, backend)
@@ -71,7 +75,7 @@ def test_attention_that_is_reused_takes_two_graphs(name: str, order: str, backen
     pipe = build(name, LAYERS)
     if order == "compile first":
         compile_blocks(pipe.transformer, backend)
-    with patch(pipe, cache=ACTS["pab"]) as handle:
+    with patch(pipe, cache=ACTS[label]) as handle:
         if order == "patch first":
             compile_blocks(pipe.transformer, backend)
         for _ in range(2):

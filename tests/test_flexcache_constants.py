@@ -16,7 +16,7 @@ from variants import wan_two_experts
 
 from chitu_diffusion import MagCache, Static, TeaCache, patch
 from chitu_diffusion.flexcache.constants import data_folder
-from chitu_hooks import ChituWarning, PatchError, RefusedError
+from chitu_hooks import Call, ChituWarning, Feature, Order, PatchError, RefusedError
 
 FILES = sorted(data_folder().glob("*.yaml"))
 
@@ -198,3 +198,17 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
     file.write_text("[1, 2]")
     with pytest.raises(PatchError, match="holds no constants of magcache"):
         patch(build("flux"), cache=MagCache(constants=str(file)))
+
+
+def test_calibrate_measures_computed_calls_only() -> None:
+    """A call that another feature answers has added nothing to the trunk's input."""
+
+    class Answers(Feature):
+        name, order = "answers", Order.GUIDANCE
+
+        def denoiser_in(self, call: Call) -> Any:
+            return torch.zeros_like(call.input) if call.step.index == 0 else None
+
+    with patch(build("wan"), features=(Answers(),)) as handle:
+        found = handle.calibrate([call_arguments("wan", STEPS)])["magcache"]["ratios"]
+    assert all(ratios[0] == 1.0 != ratios[1] for ratios in found), "the first ratio is of two computed steps"

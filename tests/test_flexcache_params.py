@@ -16,7 +16,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 import chitu_diffusion
-from chitu_diffusion import PAB, BlockDance, EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer
+from chitu_diffusion import PAB, BlockDance, Cubic, EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer
 from chitu_diffusion.cli.main import app
 from chitu_diffusion.flexcache import Params, make_params, params
 from chitu_diffusion.flexcache.constants import NEED_NONE
@@ -69,6 +69,9 @@ def test_every_field_is_explained(cls: type[Params]) -> None:
         ),
         (BlockDance, {"boundary": 1.5}, "blockdance: boundary is a number from 0 to 1, not 1.5"),
         (PAB, {"kinds": "selff"}, "pab: kinds is self or cross or all, not 'selff'; nearest: self"),
+        (Cubic, {"static": 1.5}, "cubic: static is a number from 0 to 1, not 1.5"),
+        (Cubic, {"region": 1}, "cubic: region is a whole number from 2, not 1"),
+        (Cubic, {"static_interval": 0}, "cubic: static_interval is a whole number from 1, not 0"),
         (BlockDance, {"group": 0}, "blockdance: group is a whole number from 1, not 0"),
         (MeanCache, {"steps": (0, 1), "window": 0}, "meancache: window is a whole number from 1, not 0"),
         (MeanCache, {"steps": "growing"}, "meancache: budget, the number of steps to compute, belongs to"),
@@ -108,6 +111,7 @@ WORDS: dict[str, list[str]] = {
     "meancache": ["steps=growing", "budget=5", "window=2"],
     "blockdance": ["boundary=0.5", "group=3"],
     "pab": ["interval=3", "kinds=self"],
+    "cubic": ["warmup=2", "static=0.4", "medium=0.7", "static_interval=5", "medium_interval=2", "region=2"],
     "taylorseer": ["interval=3", "order=2", "on=feature"],
 }
 
@@ -149,7 +153,7 @@ def test_calibrate_and_use_what_it_wrote(model: Path, tmp_path: Path) -> None:
 
 def test_a_strategy_is_a_small_file() -> None:
     folder = Path(inspect.getfile(chitu_diffusion)).parent / "flexcache" / "strategy"
-    shared = {"__init__.py", "base.py", "checks.py"}
+    shared = {"__init__.py", "base.py", "checks.py", "tokens.py"}
     lengths = {p.name: len(p.read_text().splitlines()) for p in folder.glob("*.py") if p.name not in shared}
     assert len(lengths) >= 5
     assert {name: lines for name, lines in lengths.items() if lines > 100} == {}

@@ -80,3 +80,10 @@ def test_denoisers_are_all_found() -> None:
         assert [site.name for site in handle.sites.denoisers] == ["transformer", "unconditional_transformer"]
     with patch(wan_two_experts().pipe, [Watch()]) as handle:
         assert [site.name for site in handle.sites.denoisers] == ["transformer", "transformer_2"]
+
+
+def test_stacks_of_one_kind_of_tokens_come_before_the_trunk() -> None:
+    """What such a stack gets from its text hardly changes from step to step, so no cache may decide by it."""
+    with patch(Bare("Flux3Transformer2DModel").build()) as handle:
+        refiners = {stack.path: stack.refiner for stack in handle.sites.stacks}
+    assert refiners == {"txt_mode_blocks": True, "single_transformer_blocks": False}

@@ -12,7 +12,6 @@ import torch
 from tiny import TINY, build, run
 
 from chitu_diffusion.adapters import registry
-from chitu_diffusion.intake.aligned import SUPPORTED
 from chitu_diffusion.intake.draft import Draft, map_text, read_draft, read_order
 from chitu_diffusion.intake.trial import Look, complete, see
 from chitu_hooks import HookMap, Stack, load_hook_map, patch
@@ -101,7 +100,6 @@ def test_a_stack_whose_streams_cannot_be_read_is_left_to_inference() -> None:
     assert [q for q in read.questions if q.startswith("single_transformer_blocks: ")]
 
 
-NOT_SAID = pytest.mark.skipif(not SUPPORTED, reason="hook maps of this version do not name token-aligned arguments")
 ALIGNED = {
     "flux": {"transformer_blocks": {"image_rotary_emb.0": "joint@0", "image_rotary_emb.1": "joint@0"}},
     "sd3": {"transformer_blocks": {}},
@@ -116,24 +114,22 @@ ALIGNED = {
 }  # fmt: skip
 
 
-@NOT_SAID
 @pytest.mark.parametrize("name", ALIGNED)
 def test_token_aligned_arguments(name: str) -> None:
     pipe = build(name)
     draft = read_draft(pipe, find_hook_map(pipe, None, ()), name)
     draft = complete(pipe, draft, lambda: run(name, pipe, steps=1, length=20))
-    found = {stack.path: getattr(stack, "aligned", None) for stack in draft.hook_map.stacks or ()}
+    found = {stack.path: stack.aligned for stack in draft.hook_map.stacks or ()}
     assert {path: found[path] for path in ALIGNED[name]} == ALIGNED[name]
     assert draft.questions == ()
 
 
-@NOT_SAID
 def test_lengths_that_could_be_anything_are_a_question() -> None:
     pipe = build("flux")
     draft = read_draft(pipe, find_hook_map(pipe, None, ()), "flux")
     for length in (6, 64, 32):  # short; as many text as image tokens; as many as channels
         short = complete(pipe, draft, lambda length=length: run("flux", pipe, steps=1, length=length))
-        assert all(getattr(stack, "aligned", None) is None for stack in short.hook_map.stacks or ())
+        assert all(stack.aligned is None for stack in short.hook_map.stacks or ())
         assert len(short.questions) == 2 and "image_rotary_emb.0, image_rotary_emb.1" in short.questions[0]
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import test_house
-from matrix import modes, report
+from matrix import modes, report, strategies
 from matrix.table import ENTRIES, NOT_BUILT, Bare, Model, Whole, models, transformer_classes, variations
 
-from chitu_hooks import attention
+from chitu_diffusion.flexcache.params import PARAMS
+from chitu_hooks import Call, attention
 
 DOCS = test_house.ROOT / "docs"
 
@@ -28,9 +29,34 @@ def ids(model: Model) -> str:
 @pytest.mark.parametrize("model", [*models(), *variations()], ids=ids)
 def test_row_is_what_is_published(model: Model) -> None:
     """The whole page takes under a minute of one free core, so all of it is made again."""
+    assert report.row(model) == {key: value for key, value in line_of(model).items() if key != "strategies"}
+
+
+def line_of(model: Model) -> dict[str, Any]:
     table = "variants" if "variant" in model.named() else "models"
-    place = (variations() if table == "variants" else models()).index(model)
-    assert report.row(model) == published()[table][place]
+    return published()[table][(variations() if table == "variants" else models()).index(model)]
+
+
+DIFFICULT = (
+    "Cosmos3OmniTransformer",
+    "Flux3Transformer2DModel",
+    "Kandinsky5Transformer3DModel",
+    "LatteTransformer3DModel",
+    "WanVACETransformer3DModel",
+    "flux 3, modular",
+)
+"""Rows where some strategy once did nothing, or still refuses."""
+SOME = [
+    model
+    for place, model in enumerate([*models(), *variations()])
+    if place % 10 == 0 or next(iter(model.named().values())) in DIFFICULT
+]
+
+
+@pytest.mark.parametrize("model", SOME, ids=ids)
+def test_caches_are_what_is_published(model: Model) -> None:
+    """Every strategy on every row takes some minutes, so some rows are made again."""
+    assert report.caches(model) == line_of(model)["strategies"]
 
 
 def test_nothing_is_missing_and_nothing_fails() -> None:
@@ -40,8 +66,11 @@ def test_nothing_is_missing_and_nothing_fails() -> None:
     assert len(found["variants"]) == len(variations())
     assert {line["transformer"] for line in found["models"]} | set(NOT_BUILT) == set(transformer_classes())
     assert set(ENTRIES) <= set(transformer_classes())
-    states = {cell["state"] for line in found["models"] for cell in line["modes"].values()}
-    assert states <= {"works", "refused", "scoped out"}
+    for line in [*found["models"], *found["variants"]]:
+        cells = [*line["modes"].values(), *line["strategies"].values()]
+        assert len(cells) == len(modes.MODES) + len(PARAMS)
+        assert {cell["state"] for cell in cells} <= {"works", "refused", "scoped out"}
+        assert all(cell["note"] for cell in cells if cell["state"] != "works")
 
 
 def test_the_page_is_made_from_the_data() -> None:
@@ -64,3 +93,11 @@ def test_a_cache_that_never_skips_shows(monkeypatch: pytest.MonkeyPatch) -> None
     assert modes.outcome("static cache", trial) == modes.WORKS
     monkeypatch.setattr(modes, "HALF", range(64))
     assert modes.outcome("static cache", trial).state == "fails"
+
+
+def test_a_strategy_that_only_says_that_it_skips_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = modes.Trial(Bare("AllegroTransformer3DModel"), strategies.STEPS)
+    kept = {name: strategies.STRATEGIES[name] for name in ("static", "fbcache", "taylorseer")}
+    assert {strategies.outcome(trial, name, params) for name, params in kept.items()} == {modes.WORKS}
+    monkeypatch.setattr(Call, "skip_trunk", lambda self, residuals=None: None)
+    assert {strategies.outcome(trial, name, params).state for name, params in kept.items()} == {"fails"}

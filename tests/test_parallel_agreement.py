@@ -13,9 +13,10 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from ranks import on_ranks
 from tiny import build, call_arguments, noise, run
 
-from chitu_diffusion import Parallel, patch
+from chitu_diffusion import FBCache, Parallel, patch
 from chitu_diffusion.attention import choice
 from chitu_diffusion.attention.fastest import Row
+from chitu_diffusion.flexcache import make_strategy
 from chitu_diffusion.parallel.environment import in_turn
 from chitu_hooks import GenerationError, PatchError, RefusedError
 
@@ -71,6 +72,8 @@ def two(rank: int) -> dict[str, Any]:
     found["other request"] = other_request(rank)
     found["misfit"] = [refusal(Parallel(ulysses=3)), refusal("usp")]
     found["vae"] = vae_tiles()
+    found["used again"] = used_again()
+    found["calibrate"] = calibrated()
     found["turns"] = turns(rank)
     found["kernels"] = kernels()
     found["tables"] = tables(rank)
@@ -127,12 +130,11 @@ def kernels() -> Any:
     for mode in ("ulysses", "gather", "ring"):
         with patch(pipe, attention="sdpa_flash", parallel=Parallel(**{mode: 2})):
             far.append(float((run("flux", pipe, 3) - expected).abs().max()))
-    with patch(pipe, attention="sdpa_math", parallel=Parallel(ring=2)):
-        try:
-            run("flux", pipe, 3)
-            message = ""
-        except RefusedError as error:
-            message = str(error)
+    try:
+        patch(pipe, attention="sdpa_math", parallel=Parallel(ring=2)).undo()
+        message = ""
+    except RefusedError as error:
+        message = str(error)
     return far, message
 
 
@@ -154,6 +156,31 @@ def tables(rank: int) -> tuple[list[str], str]:
             run("flux", handle.pipe, 3)
             told = next(f for f in handle.report().features if f["name"] == "attention=auto")
     return list(told["chosen"].values()), told["measured, and not usable here"]["diffusers:_native_math"]
+
+
+def used_again() -> Any:
+    """What a strategy and a choice of kernels of the caller's do when the handle is undone."""
+    strategy, kernels, sums = make_strategy(FBCache(threshold=1.0)), choice.AutoAttention(), torch.ones(2, 1)
+    found = []
+    with patch(build("flux"), features=(strategy, kernels), parallel=Parallel(gather=2)):
+        found.append((float(strategy.reduce(sums.clone()).sum()), len(kernels.told("here"))))
+    found.append((float(strategy.reduce(sums.clone()).sum()), len(kernels.told("here"))))
+    with patch(build("flux"), features=(strategy,)) as handle:
+        run("flux", handle.pipe, 4)
+        found.append((float(strategy.reduce(sums.clone()).sum()), handle.report().features[0]["hits"]))
+    return found
+
+
+def calibrated() -> str:
+    """Constants are not measured where a rank sees a part of the calls, or of their tokens."""
+    messages = set()
+    for mode in ("cfg", "gather"):
+        with patch(build("flux"), parallel=Parallel(**{mode: 2})) as handle:
+            try:
+                handle.calibrate([call_arguments("flux", 3)])  # type: ignore[attr-defined]
+            except PatchError as error:
+                messages.add(str(error))
+    return " ".join(messages)
 
 
 def turns(rank: int) -> tuple[float, float]:
@@ -221,6 +248,20 @@ def test_tiles_of_the_vae_are_divided_and_give_the_bits_of_the_tiled_decode(pair
     assert min(shares) > 0
 
 
+def test_a_feature_used_again_asks_no_other_rank(pair: list[dict[str, Any]]) -> None:
+    for rank in pair:
+        together, alone, again = rank["used again"]
+        assert together == (4.0, 2) and alone == (2.0, 1)
+        assert again[0] == 2.0 and again[1] > 0
+
+
+def test_constants_are_measured_on_one_rank(pair: list[dict[str, Any]]) -> None:
+    for rank in pair:
+        assert rank["calibrate"] == (
+            "calibrate measures whole calls on one rank, and parallel spreads them over 2; patch without parallel for it"
+        )
+
+
 def test_ranks_of_a_machine_take_turns(pair: list[dict[str, Any]]) -> None:
     assert pair[0]["turns"][1] <= pair[1]["turns"][0], "the clock is the machine's"
 
@@ -229,7 +270,7 @@ def test_kernels_run_on_every_rank(pair: list[dict[str, Any]]) -> None:
     for rank in pair:
         far, message = rank["kernels"]
         assert max(far) < 1e-5
-        assert "sdpa_math gives no log-sum-exp" in message
+        assert "sdpa_math gives no log-sum-exp" in message and "use one of sdpa_flash" in message
 
 
 def test_the_first_ranks_table_and_the_kernels_of_all_decide_what_auto_runs(pair: list[dict[str, Any]]) -> None:
@@ -277,6 +318,11 @@ def test_without_a_process_group_the_way_to_start_is_told() -> None:
         patch(build("flux"), parallel=Parallel(ulysses=2))
     with pytest.raises(PatchError, match="no process group is initialised"):
         patch(build("flux"), parallel="auto")
+    with pytest.raises(PatchError, match="patch takes a loaded diffusers pipeline, not str"):
+        patch("FLUX.1-dev", parallel=Parallel(cfg=2))
+    pipe = build("flux")
+    with patch(pipe), pytest.raises(PatchError, match="is patched already"):
+        patch(pipe, parallel=Parallel(cfg=2))
     with pytest.raises(PatchError, match="ulysses=0 is to be a whole number"):
         Parallel(ulysses=0)
     with patch(build("flux"), parallel=Parallel()) as handle:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
-from caches import ACTS, STEPS, Log, fitting
+import torch
+from caches import ACTS, REFUSED, STEPS, Log, fitting
+from diffusers import Lumina2Pipeline
 from probes import difference
 from ranks import on_ranks
 from tiny import build, run
 
-from chitu_diffusion import FBCache, Parallel, patch
+from chitu_diffusion import EasyCache, FBCache, MeanCache, Parallel, patch
+from chitu_hooks import ChituWarning
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 NAMES = ("flux", "sd3", "wan")
 MODES = ({"ulysses": 2}, {"gather": 2}, {"cfg": 2})
+WHOLE = {key: params for key, params in ACTS.items() if key not in REFUSED}
+"""Caches that leave no tokens out; the others refuse ranks."""
 THRESHOLDS = tuple(round(0.05 * number, 2) for number in range(1, 13))
+
+SWEEPS = [("flux", {"gather": 2}, FBCache), ("sd3", {"cfg": 2}, FBCache), ("sd3", {"cfg": 2}, EasyCache)]
 
 
 def work(rank: int) -> dict[Any, Any]:
@@ -24,23 +32,94 @@ def work(rank: int) -> dict[Any, Any]:
     for name in NAMES:
         pipe = build(name, 3)
         full = run(name, pipe, STEPS, length=7)
-        for key, params in ACTS.items():
+        for key, params in WHOLE.items():
             params = fitting(name, params, 3)
-            with patch(pipe, cache=params):
+            with patch(pipe, cache=params) as handle:
                 alone = run(name, pipe, STEPS, length=7)
+                found[name, key, "flops"] = flops(handle)
             for mode in MODES:
                 log = Log()
-                with patch(pipe, cache=params, parallel=Parallel(**mode), features=(log,)):
+                with patch(pipe, cache=params, parallel=Parallel(**mode), features=(log,)) as handle:
                     got = run(name, pipe, STEPS, length=7)
+                    found[name, key, str(mode), "flops"] = flops(handle)
                 found[name, key, str(mode)] = difference(got, alone), difference(full, alone), log.hits
-    pipe = build("flux", 3)
+    for name, mode, strategy in SWEEPS:
+        found[name, str(mode), strategy] = sweep(name, mode, strategy)
+    found["idle"] = idle()
+    found |= changing_guidance()
+    return found
+
+
+def flops(handle: Any) -> dict[str, int]:
+    return next(feature["flops"] for feature in handle.report().features if "flops" in feature)
+
+
+def sweep(name: str, mode: dict[str, int], strategy: type[Any]) -> list[tuple[float, list[int], list[int]]]:
+    """For each threshold: how far off the picture is, and the positions that are computed alone and on this rank."""
+    pipe, found = build(name, 3), []
     for threshold in THRESHOLDS:
         here, there = Log(), Log()
-        with patch(pipe, cache=FBCache(threshold=threshold), features=(here,)):
-            alone = run("flux", pipe, STEPS)
-        with patch(pipe, cache=FBCache(threshold=threshold), parallel=Parallel(gather=2), features=(there,)):
-            got = run("flux", pipe, STEPS)
-        found[threshold] = difference(got, alone), here.hits, there.hits
+        with patch(pipe, cache=strategy(threshold=threshold), features=(here,)):
+            alone = run(name, pipe, STEPS, length=7)
+        with patch(pipe, cache=strategy(threshold=threshold), parallel=Parallel(**mode), features=(there,)):
+            got = run(name, pipe, STEPS, length=7)
+        found.append((difference(got, alone), here.computed(), there.computed()))
+    return found
+
+
+def idle() -> tuple[Any, ...]:
+    """A cache that never skips, where half of the calls are left to the other rank."""
+    pipe = build("flux", 3)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", ChituWarning)
+        with patch(pipe, cache=FBCache(threshold=1e-9), parallel=Parallel(cfg=2)) as handle:
+            run("flux", pipe, 8)
+            report = handle.report()
+    books = next(feature for feature in report.features if feature["name"] == "fbcache")
+    return books, report.branches, [str(one.message) for one in told if "fbcache" in str(one.message)]
+
+
+class Changing(Lumina2Pipeline):
+    """Guidance that changes from step to step: each runs the branches that `steps` has for it, and takes their mean."""
+
+    @torch.no_grad()
+    def __call__(self, steps: str) -> torch.Tensor:  # type: ignore[override]
+        draw = torch.Generator().manual_seed(0)
+        width = self.transformer.config.cap_feat_dim
+        texts = {name: torch.randn(1, 7, width, generator=draw) for name in "cun"}
+        latents, mask = torch.randn(1, 4, 16, 16, generator=draw), torch.ones(1, 7, dtype=torch.bool)
+        self.scheduler.set_timesteps(len(steps.split()))
+        for t, branches in zip(self.scheduler.timesteps, steps.split()):
+            time = (1 - t / self.scheduler.config.num_train_timesteps).reshape(1)
+            found = [self.transformer(latents, time, texts[name], mask, return_dict=False)[0] for name in branches]
+            latents = self.scheduler.step(-torch.stack(found).mean(0), t, latents, return_dict=False)[0]
+        return latents
+
+
+WAYS = {
+    "all the time": "cu cu cu cu cu cu cu cu cu cu",
+    "the last goes": "cu cu cu cu cu c c c c c",
+    "the first goes": "cu cu cu cu cu u u u u u",
+    "it comes back": "cu cu cu c c c cu cu cu cu",
+    "in turn": "cu cu c u c u cu u c cu",
+    "another takes its place": "cu cu cu cn cn cn cn cn cu cu",
+    "one more for a while": "cu cu cun cun cun c cun cun c u",
+}
+CHANGING = ("static", "fbcache", "easycache", "meancache", "meancache window", "pab", "taylorseer")
+MORE = ACTS | {"meancache window": MeanCache(steps=(0, 1, 2, 3, 6), window=2)}
+
+
+def changing_guidance(cfg: int = 2) -> dict[Any, Any]:
+    pipe, found = Changing(**build("lumina2", 3).components), {}
+    for way, steps in WAYS.items():
+        for key in CHANGING:
+            log = Log()
+            with patch(pipe, cache=MORE[key]):
+                alone = pipe(steps)
+            with patch(pipe, cache=MORE[key], parallel=Parallel(cfg=cfg), features=(log,)) as handle:
+                got = pipe(steps)
+                left = sum(calls.get("elsewhere", 0) for calls in handle.report().branches.values())
+            found[way, key] = difference(got, alone), log.hits, left
     return found
 
 
@@ -50,7 +129,7 @@ def found() -> list[dict[Any, Any]]:
 
 
 @pytest.mark.parametrize("mode", [str(mode) for mode in MODES])
-@pytest.mark.parametrize("key", ACTS)
+@pytest.mark.parametrize("key", WHOLE)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cache_gives_what_it_gives_alone(found: list[dict[Any, Any]], name: str, key: str, mode: str) -> None:
     for rank in found:
@@ -60,10 +139,69 @@ def test_a_cache_gives_what_it_gives_alone(found: list[dict[Any, Any]], name: st
     assert found[0][name, key, mode][2] == found[1][name, key, mode][2] or "cfg" in mode
 
 
-def test_ranks_decide_alike_at_every_threshold(found: list[dict[Any, Any]]) -> None:
+@pytest.mark.parametrize("key", ACTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_flops_are_of_whole_calls_and_of_this_ranks_part_of_guidance(
+    found: list[dict[Any, Any]], name: str, key: str
+) -> None:
+    alone = found[0][name, key, "flops"]
+    for mode in ("ulysses", "gather"):
+        for rank in found:
+            assert rank[name, key, str({mode: 2}), "flops"] == alone, "the tokens of all ranks are counted"
+    parts = [rank[name, key, str({"cfg": 2}), "flops"] for rank in found]
+    # The first step of calls one after the other runs on both ranks.
+    twice = 0 if name == "sd3" else alone["full"] // STEPS
+    assert sum(part["full"] for part in parts) == alone["full"] + twice
+    assert abs(sum(part["saved"] for part in parts) - alone["saved"]) <= 0.01 * alone["saved"]
+
+
+@pytest.mark.parametrize(("name", "mode", "strategy"), SWEEPS)
+def test_ranks_decide_alike_at_every_threshold(
+    found: list[dict[Any, Any]], name: str, mode: dict[str, int], strategy: type[Any]
+) -> None:
+    """Also where each rank has half of the batch: the worst sample of the whole batch decides."""
     for rank in found:
-        for threshold in THRESHOLDS:
-            far, alone, together = rank[threshold]
+        for far, alone, together in rank[name, str(mode), strategy]:
             assert far < 1e-5 and alone == together
-    hits = {found[0][threshold][1] for threshold in THRESHOLDS}
-    assert len(hits) > 3, "the thresholds matter"
+    computed = {tuple(alone) for _, alone, _ in found[0][name, str(mode), strategy]}
+    assert len(computed) > 3, "the thresholds matter"
+
+
+def test_calls_of_another_rank_are_no_hits_and_save_nothing(found: list[dict[Any, Any]]) -> None:
+    for place, rank in enumerate(found):
+        books, branches, told = rank["idle"]
+        assert sorted(calls.get("elsewhere", 0) for calls in branches.values()) == [0, 7], "the calls were divided"
+        assert (books["hits"], books["computed"], books["flops"]["saved"]) == (0, 9, 0)
+        assert books["flops"]["full"] == books["flops"]["spent"] > 0
+        assert len(told) == 1 and "nothing was skipped in 9 calls" in told[0], place
+
+
+@pytest.mark.parametrize("key", CHANGING)
+@pytest.mark.parametrize("way", WAYS)
+def test_guidance_that_changes_within_a_run(found: list[dict[Any, Any]], way: str, key: str) -> None:
+    """A branch stays where its state is: every rank gets what one process gets, bit for bit."""
+    for rank in found:
+        far, _, left = rank[way, key]
+        assert left > 0, "calls were divided"
+        assert far == 0
+    assert sum(rank[way, key][1] for rank in found) > 0, "the cache acted"
+
+
+def test_a_rank_without_a_branch_of_its_own_keeps_up() -> None:
+    found = on_ranks(more_ranks_than_branches, 3, timeout=60)
+    assert min(rank[2] for rank in found) > 0 and max(rank[2] for rank in found) == 18, "the third rank runs none"
+    for far, told, _ in found:
+        assert far == 0
+        assert not told, "a rank with nothing to skip does not complain"
+
+
+def more_ranks_than_branches(rank: int) -> tuple[Any, ...]:
+    pipe, cache = Changing(**build("lumina2", 3).components), MORE["meancache window"]
+    with patch(pipe, cache=cache):
+        alone = pipe(WAYS["all the time"])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", ChituWarning)
+        with patch(pipe, cache=cache, parallel=Parallel(cfg=3)) as handle:
+            got = pipe(WAYS["all the time"])
+            left = sum(calls.get("elsewhere", 0) for calls in handle.report().branches.values())
+    return difference(got, alone), [str(one.message) for one in told if "meancache" in str(one.message)], left

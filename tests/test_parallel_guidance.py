@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import variants
+from diffusers import Lumina2Pipeline
 from parallel_cases import Outcome, attempt
+from probes import difference
 from ranks import on_ranks
 from tiny import build, run
 
-from chitu_diffusion import Parallel, patch
+from chitu_diffusion import MeanCache, Parallel, Static, patch
 from chitu_diffusion.adapters import registry
-from chitu_hooks import RefusedError
+from chitu_hooks import ChituWarning, RefusedError
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -39,6 +42,8 @@ def work(rank: int) -> dict[str, Any]:
     found["mixed precision"] = mixed_precision()
     found["skip layers"] = skip_layer_guidance()
     found["off"] = guidance_off()
+    found["unknown style"] = unknown_style()
+    found["no steps"] = no_steps()
     return found
 
 
@@ -79,6 +84,48 @@ def skip_layer_guidance() -> Any:
         except RefusedError as error:
             message = str(error)
     return batched, message, attempt(variant.pipe, CFG, lambda: plain(**arguments), expected)
+
+
+def unknown_style() -> tuple[Any, ...]:
+    """A map that does not say how guidance goes, alone and under a cache that met the whole batch at the first step."""
+    pipe = build("sd3")
+    hook_map = dataclasses.replace(next(found for found in registry() if found.name == "sd3"), guidance="unknown")
+    found: list[Any] = []
+    for cache in (None, Static(steps=(0, 3)), MeanCache(steps=(0, 3))):
+        with patch(pipe, cache=cache, hook_map=hook_map):
+            alone = run("sd3", pipe, STEPS)
+        with patch(pipe, cache=cache, hook_map=hook_map, parallel=Parallel(cfg=2)) as handle:
+            got = run("sd3", pipe, STEPS)
+            report = handle.report()
+        books = {feature["name"]: feature for feature in report.features}
+        found.append(
+            (books["cfg parallel"]["calls split"], difference(got, alone), next(iter(report.branches.values())))
+        )
+    return tuple(found)
+
+
+class Unstepped(Lumina2Pipeline):
+    """Integrates by itself, without ``scheduler.step``. Returns how many predictions are still held at the end."""
+
+    @torch.no_grad()
+    def __call__(self) -> int:  # type: ignore[override]
+        texts = [torch.full((1, 7, self.transformer.config.cap_feat_dim), value) for value in (0.1, 0.2)]
+        latents, mask, made = torch.ones(1, 4, 16, 16), torch.ones(1, 7, dtype=torch.bool), []
+        for number in range(STEPS):
+            time = torch.tensor([number / STEPS])
+            found = [self.transformer(latents, time, text, mask, return_dict=False)[0] for text in texts]
+            latents = latents + torch.stack(found).mean(0) / STEPS
+            made += [weakref.ref(one) for one in found]
+            del found
+        return sum(one() is not None for one in made)
+
+
+def no_steps() -> tuple[int, list[str]]:
+    pipe = Unstepped(**build("lumina2").components)
+    with warnings.catch_warnings(record=True) as told, patch(pipe, parallel=Parallel(cfg=2)):
+        warnings.simplefilter("always", ChituWarning)
+        held = pipe()
+    return held, [str(one.message) for one in told if "cfg parallel" in str(one.message)]
 
 
 def guidance_off() -> Any:
@@ -145,3 +192,20 @@ def test_a_pipeline_that_reads_a_branch_early_is_refused_on_every_rank(found: li
         _, message, afterwards = rank["skip layers"]
         assert "StableDiffusion3Pipeline reads one branch before it runs the next" in message
         assert afterwards.difference < 1e-5, "the next call works"
+
+
+def test_a_batch_is_divided_at_every_step_once_guidance_is_known(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        (split, far, _), *cached = rank["unknown style"]
+        assert split == STEPS - 1 and far < 1e-5
+        for split, _, calls in cached:
+            assert split == STEPS - 1
+            assert calls["computed"] == 3, "what was kept of the whole batch is not given to a part of it"
+            assert calls["skipped"] + calls["replaced"] == 1
+
+
+def test_a_pipeline_without_steps_is_told_and_piles_up_nothing(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        held, told = rank["no steps"]
+        assert held == 0
+        assert len(told) == 1 and "took no step of its scheduler" in told[0]

@@ -68,6 +68,8 @@ def test_holds_packages_maps_and_model(wheel: Path) -> None:
         "chitu_hooks": "chitu_hooks",
         "chitu_diffusion": "chitu_diffusion",
         "adapters": "chitu_diffusion/_adapters",
+        "ChituBench/cases": "chitu_diffusion/_bench/cases",
+        "ChituBench/prompts": "chitu_diffusion/_bench/prompts",
     }
     for folder, home in homes.items():
         expected = {f"{home}/{path.as_posix()}" for path in sources(folder)}

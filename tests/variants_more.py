@@ -5,14 +5,16 @@ The contracts are not tested over these; the matrix is, and the tests that name 
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import accelerate
 import diffusers as D
 import torch
 from tiny import build, noise, rand, run, without_text
 from tiny_parts import flow, kl_vae
-from variants import STEPS, Variant, unet_pipeline
+from variants import STEPS, Variant, sibling, unet_pipeline
 
 
 def sdxl() -> Variant:
@@ -106,6 +108,39 @@ def flux3_modular() -> Variant:
     return Variant(pipe, call, branches=2)
 
 
+def perturbed(name: str, cls: type, layer: str) -> Callable[[], Variant]:
+    """Perturbed attention guidance: a third part of the batch, and in one block a processor of two attention calls."""
+
+    def make() -> Variant:
+        pipe = sibling(cls, build(name), pag_applied_layers=layer)
+
+        def call(scale: float = 3.0) -> torch.Tensor:
+            return run(name, pipe, STEPS, pag_scale=scale)
+
+        return Variant(pipe, call, lambda: call(0.0))
+
+    return make
+
+
+PERTURBED = {
+    "sd3": (D.StableDiffusion3PAGPipeline, "blocks.1"),
+    "pixart": (D.PixArtSigmaPAGPipeline, "blocks.1"),
+    "sana": (D.SanaPAGPipeline, "transformer_blocks.1"),
+    "hunyuan_dit": (D.HunyuanDiTPAGPipeline, "blocks.1"),
+}
+
+
+def device_map() -> Variant:
+    """Loaded from a folder with ``device_map``: the only strategy that diffusers has, on the one device there is."""
+    made = build("flux")
+    with tempfile.TemporaryDirectory() as folder:
+        made.save_pretrained(folder)
+        absent = {name: None for name, part in made.components.items() if part is None}
+        pipe = type(made).from_pretrained(folder, device_map="balanced", **absent)
+    pipe.set_progress_bar_config(disable=True)
+    return Variant(pipe, lambda: run("flux", pipe, STEPS))
+
+
 def changed(name: str, change: Callable[[Any], None]) -> Callable[[], Variant]:
     """A tiny pipeline after `change` was done to it."""
 
@@ -129,6 +164,13 @@ def model_offload(pipe: Any) -> None:
     pipe.enable_model_cpu_offload(device="cpu")
 
 
+def dispatched(pipe: Any) -> None:
+    """A transformer in parts, each brought to its device when it is called, as ``device_map`` of a model does."""
+    own = [name for name, _ in pipe.transformer.named_parameters(recurse=False)]
+    parts = dict.fromkeys([*own, *(name for name, _ in pipe.transformer.named_children())], "cpu")
+    accelerate.dispatch_model(pipe.transformer, parts, main_device="cpu", force_hooks=True)
+
+
 def group_offload(pipe: Any) -> None:
     pipe.transformer.enable_group_offload(
         onload_device=torch.device("cpu"),
@@ -142,13 +184,20 @@ def fused(pipe: Any) -> None:
     pipe.transformer.fuse_qkv_projections()
 
 
-CHANGES = {"LoRA": lora, "model offload": model_offload, "group offload": group_offload, "fused projections": fused}
-CHANGED = {"LoRA": ("flux", "wan"), "model offload": ("flux", "wan"), "group offload": ("flux", "wan")}
+CHANGES = {"LoRA": lora, "model offload": model_offload, "group offload": group_offload, "dispatched": dispatched}
+CHANGED = {
+    "LoRA": ("flux", "wan"),
+    "model offload": ("flux", "wan"),
+    "group offload": ("flux", "wan"),
+    "dispatched": ("flux", "wan"),
+}
 FUSED = ("flux", "qwen", "auraflow", "pixart", "cogvideox", "hunyuan_dit")
 
 FURTHER_VARIANTS: dict[str, Callable[[], Variant]] = {
     "two models, one unconditional": two_models,
     **{f"{name}, {change}": changed(name, CHANGES[change]) for change, names in CHANGED.items() for name in names},
+    "flux, device map": device_map,
+    **{f"{name}, perturbed attention": perturbed(name, *PERTURBED[name]) for name in PERTURBED},
     **{f"{name}, fused projections": changed(name, fused) for name in FUSED},
     "flux 3, modular": flux3_modular,
     "stable diffusion 1.5": unet_pipeline,

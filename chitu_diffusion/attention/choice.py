@@ -95,6 +95,8 @@ class NamedAttention(AttentionFeature):
     def __init__(self, kernel: Kernel) -> None:
         super().__init__()
         self.kernel = kernel
+        self.in_parts = False
+        """Keys come in parts, as in a ring, whose results are put together by their log-sum-exp."""
         self.name = f"attention={kernel.name}"
         self.exactness = kernel.exactness
 
@@ -103,6 +105,14 @@ class NamedAttention(AttentionFeature):
         reason = kernel.available()
         if reason is not None:
             return Refusal(f"{kernel.name} {reason}", usable())
+        if self.in_parts and not kernel.returns_lse:
+            able = ", ".join(
+                name for name, other in kernels().items() if other.returns_lse and other.available() is None
+            )
+            return Refusal(
+                f"{kernel.name} gives no log-sum-exp, by which attention over parts of the keys is put together",
+                f"use one of {able}, or no ring",
+            )
         try:
             kernel.load()
         except LOAD_ERRORS as error:
@@ -119,8 +129,18 @@ class NamedAttention(AttentionFeature):
         return self.kernel.name, None if reason is None else f"{self.kernel.name} {reason}; {usable()}"
 
     def attention(self, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, ctx: AttentionContext) -> Tensor:
-        """Second gate and run: what the real call turns out to be."""
         mask = broadcast_mask(q_BSHD, k_BTHD, ctx.mask)
+        self._check(q_BSHD, k_BTHD, v_BTHD, mask, ctx)
+        return self.kernel.run(q_BSHD, k_BTHD, v_BTHD, mask, ctx.causal, ctx.scale)
+
+    def attention_with_lse(
+        self, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, ctx: AttentionContext
+    ) -> tuple[Tensor, Tensor]:
+        self._check(q_BSHD, k_BTHD, v_BTHD, None, ctx)
+        return self.kernel.run_with_lse(q_BSHD, k_BTHD, v_BTHD, ctx.scale)
+
+    def _check(self, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Any, ctx: AttentionContext) -> None:
+        """Second gate: what the real call turns out to be."""
         call = real_call(q_BSHD, k_BTHD, v_BTHD, mask, ctx, self.kernel.abilities.key_block)
         if torch.compiler.is_compiling():
             refusal = refusal_while_tracing(self.name, *call, 0)
@@ -128,20 +148,7 @@ class NamedAttention(AttentionFeature):
             refusal = self.decide(call)[1]
             self.saw(call, ctx)
         if refusal is not None:
-            layer = ctx.site.path if ctx.site is not None else "an attention layer"
-            refuse(layer, refusal, torch.compiler.is_compiling())
-        return self.kernel.run(q_BSHD, k_BTHD, v_BTHD, mask, ctx.causal, ctx.scale)
-
-    def attention_with_lse(
-        self, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, ctx: AttentionContext
-    ) -> tuple[Tensor, Tensor]:
-        if not self.kernel.returns_lse:
-            layer = ctx.site.path if ctx.site is not None else "an attention layer"
-            reason = (
-                f"{self.kernel.name} gives no log-sum-exp, by which attention over parts of the keys is put together"
-            )
-            refuse(layer, reason, torch.compiler.is_compiling())
-        return self.kernel.run_with_lse(q_BSHD, k_BTHD, v_BTHD, ctx.scale)
+            refuse(ctx.layer, refusal, torch.compiler.is_compiling())
 
     def report(self) -> dict[str, Any]:
         told: dict[str, Any] = {"kernel": self.kernel.name, "layers": len(self.layers)}
@@ -227,6 +234,8 @@ class AutoAttention(AttentionFeature):
     def attention_with_lse(
         self, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, ctx: AttentionContext
     ) -> tuple[Tensor, Tensor] | None:
+        if ctx.backend is not None:
+            return None
         kernel = self._kernel(q_BSHD, k_BTHD, v_BTHD, None, ctx)
         if kernel is None or not kernel.returns_lse:
             return None

@@ -98,7 +98,9 @@ class Budget:
         return False
 
 
-PACKAGES = ("torch", "diffusers", "transformers", "triton", "fa3-fwd", "flash-attn", "xformers", "sageattention")
+PACKAGES = (
+    "torch", "diffusers", "transformers", "triton", "fa3-fwd", "flash-attn", "xformers", "sageattention", "cache-dit",
+)  # fmt: skip
 
 
 def circumstances(device: torch.device) -> dict[str, Any]:

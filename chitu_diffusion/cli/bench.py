@@ -7,12 +7,18 @@ from typing import Annotated
 
 import typer
 
+from .bench_flexcache import collect, flexcache
+
 bench_app = typer.Typer(no_args_is_help=True, help="Measure on this machine what choices depend on.")
 
 
 @bench_app.callback()
 def bench() -> None:
     """Measure on this machine what choices depend on."""
+
+
+bench_app.command()(flexcache)
+bench_app.command()(collect)
 
 
 @bench_app.command()

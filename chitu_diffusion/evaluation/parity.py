@@ -206,17 +206,16 @@ class Probe(Feature):
         return {seam: max(self.calls[method] for method in methods) for seam, methods in SEAM_METHODS.items()}
 
     def idle(self, sites: Sites) -> list[str]:
-        """The seams that the pipeline has and of which some method was never called."""
+        """The seams that the pipeline has and of which some method that this probe overrides was never called."""
         expected = {"clock", "denoiser"}
         if sites.blocks and not isinstance(self, ProbeWithoutTrunk):
             expected.add("block")
         if any(site.reachable for site in sites.attention):
             expected.add("attention")
-        return sorted(
-            seam
-            for seam in expected
-            if not all(self.calls[method] for method in SEAM_METHODS[seam] if overrides(self, method))
-        )
+        return sorted(seam for seam in expected if not all(self.calls[method] for method in self._own(seam)))
+
+    def _own(self, seam: str) -> list[str]:
+        return [method for method in SEAM_METHODS[seam] if overrides(self, method)]
 
 
 class ProbeWithoutTrunk(Probe):

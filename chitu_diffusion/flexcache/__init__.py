@@ -5,6 +5,7 @@ from .flops import FlopCount, Ledger, count_flops
 from .params import (
     PAB,
     BlockDance,
+    Cubic,
     EasyCache,
     FBCache,
     MagCache,
@@ -20,6 +21,7 @@ from .strategy import Strategy, make_strategy
 __all__ = [
     "PAB",
     "BlockDance",
+    "Cubic",
     "EasyCache",
     "FBCache",
     "FlopCount",

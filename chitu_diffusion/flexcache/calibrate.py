@@ -33,7 +33,7 @@ class Magnitudes(Feature):
         """Per generation: branch -> ratio by position, from 1."""
 
     def denoiser_out(self, call: Call) -> None:
-        if call.step.stage:
+        if call.step.stage or call.replaced:
             return
         memory = call.branch.memory(self)
         norms = torch.linalg.vector_norm(trunk_residual(call), dim=-1, dtype=torch.float32)

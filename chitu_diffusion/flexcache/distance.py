@@ -42,7 +42,7 @@ def alike(one: Any, other: Any) -> bool:
     return [t.shape for t in tensors(one)] == [t.shape for t in tensors(other)]
 
 
-PICTURE = ("image", "joint", "hidden_states", "x")
+PICTURE = ("image", "joint", "hidden_states", "x", "gen_seq")
 """Roles of the stream that carries the picture, best first; an inferred map knows argument names only."""
 
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +26,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from chitu_hooks import Call, Generation
 from chitu_hooks.call import map_tensors
+from chitu_hooks.sites import DenoiserSite
 from chitu_hooks.spans import Spans
+
+from .fewer import hold_fewer
+
+Prepare = Callable[[torch.nn.Module], AbstractContextManager[Any]]
 
 KEPT = 2**20
 """Most elements of an argument that keeps its values."""
@@ -36,6 +43,23 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class TensorBytes(TensorSpec):
+    """A small tensor with its numbers, and still no tensor: nothing of the pipeline is held once the generation is over."""
+
+    data: bytes
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorBytes:
+        flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().flatten())
+        return cls(tuple(tensor.shape), tensor.dtype, flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+
+    def tensor(self) -> torch.Tensor:
+        if not self.data:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.frombuffer(bytearray(self.data), dtype=self.dtype).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -58,7 +82,18 @@ class FlopCount:
 
 def spec_of(value: Any) -> Any:
     """`value` with every tensor replaced by its `TensorSpec`."""
-    return map_tensors(value, lambda tensor: TensorSpec(tuple(tensor.shape), tensor.dtype))
+    return _mapped(value, lambda tensor: TensorSpec(tuple(tensor.shape), tensor.dtype))
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """`value` with `function` of every tensor and every spec in it."""
+    if isinstance(value, (torch.Tensor, TensorSpec)):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(item, function) for item in value)
+    if isinstance(value, dict):
+        return {key: _mapped(item, function) for key, item in value.items()}
+    return value
 
 
 def _remembered(value: Any) -> Any:
@@ -67,16 +102,14 @@ def _remembered(value: Any) -> Any:
 
 
 def _filled(value: Any, fill: Callable[[TensorSpec], torch.Tensor]) -> Any:
-    """`value` with every spec replaced by a tensor without data."""
-    if isinstance(value, TensorSpec):
-        return fill(value)
-    if isinstance(value, torch.Tensor):
-        return value.cpu()
-    if isinstance(value, (list, tuple)):
-        return type(value)(_filled(item, fill) for item in value)
-    if isinstance(value, dict):
-        return {key: _filled(item, fill) for key, item in value.items()}
-    return value
+    """`value` with every spec replaced by a tensor without data, unless its numbers are known."""
+
+    def made(item: Any) -> torch.Tensor:
+        if isinstance(item, TensorBytes):
+            return item.tensor()
+        return fill(item) if isinstance(item, TensorSpec) else item.cpu()
+
+    return _mapped(value, made)
 
 
 class _MasksAsPlaces(TorchDispatchMode):
@@ -109,22 +142,26 @@ def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
                 setattr(module, name, buffer.to(dtype))
 
 
-def count_flops(denoiser: Any, args: Any, kwargs: Any, stacks: tuple[str, ...] = ()) -> FlopCount:
+def count_flops(
+    denoiser: Any,
+    args: Any,
+    kwargs: Any,
+    stacks: tuple[str, ...] = (),
+    prepare: Prepare = nullcontext,
+) -> FlopCount:
     """FLOPs of ``denoiser(*args, **kwargs)``.
 
     Args:
         denoiser: a diffusers model; a stock one is built from its config, without data.
         args, kwargs: of the call, with tensors or `TensorSpec`s.
         stacks: dotted paths of the stacks.
+        prepare: changes the copy, and returns a context to run it in.
 
     Raises:
         Exception: of any kind, where the model's code needs numbers that are not there.
     """
-    with torch.no_grad():
-        try:
-            counts, root = _count_on_meta(denoiser, spec_of(args), spec_of(kwargs))
-        except Exception:  # models look at numbers in many ways
-            counts, root = _count_on_fakes(denoiser, _remembered(args), _remembered(kwargs))
+    copy, counts = flops_by_module(denoiser, args, kwargs, prepare)
+    root = type(copy).__name__
     blocks = {}
     for path, operations in counts.items():
         stack, _, index = path.removeprefix(f"{root}.").rpartition(".")
@@ -133,8 +170,25 @@ def count_flops(denoiser: Any, args: Any, kwargs: Any, stacks: tuple[str, ...] =
     return FlopCount(int(sum(counts["Global"].values())), blocks)
 
 
-def _count_on_meta(denoiser: Any, args: Any, kwargs: Any) -> tuple[dict[str, Any], str]:
-    """FLOPs by module and operation, and the name under which the counter has the whole model."""
+def flops_by_module(
+    denoiser: Any, args: Any, kwargs: Any, prepare: Prepare = nullcontext
+) -> tuple[Any, dict[str, dict[Any, int]]]:
+    """The copy of `denoiser` on which one call was repeated, and what torch's counter found there.
+
+    Returns:
+        The copy; and class name and dotted path of each module -> operation -> FLOPs, ``Global`` for all of them.
+
+    Raises:
+        Exception: see `count_flops`.
+    """
+    with torch.no_grad():
+        try:
+            return _count_on_meta(denoiser, spec_of(args), spec_of(kwargs), prepare)
+        except Exception:  # models look at numbers in many ways
+            return _count_on_fakes(denoiser, _remembered(args), _remembered(kwargs), prepare)
+
+
+def _count_on_meta(denoiser: Any, args: Any, kwargs: Any, prepare: Prepare) -> tuple[Any, dict[str, Any]]:
 
     def fill(spec: TensorSpec) -> torch.Tensor:
         return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
@@ -143,12 +197,12 @@ def _count_on_meta(denoiser: Any, args: Any, kwargs: Any) -> tuple[dict[str, Any
     with torch.device("meta"):
         copy = type(denoiser).from_config(denoiser.config)
         torch.nn.Module.to(copy, _dtype(denoiser)).eval()  # not ModelMixin.to, which warns of modules kept in float32
-        with counter:
+        with prepare(copy), counter:
             copy(*_filled(args, fill), **_filled(kwargs, fill))
-    return counter.get_flop_counts(), type(copy).__name__
+    return copy, counter.get_flop_counts()
 
 
-def _count_on_fakes(denoiser: Any, args: Any, kwargs: Any) -> tuple[dict[str, Any], str]:
+def _count_on_fakes(denoiser: Any, args: Any, kwargs: Any, prepare: Prepare) -> tuple[Any, dict[str, Any]]:
     """The same on fake tensors, for models that look at the numbers in their arguments."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -161,26 +215,26 @@ def _count_on_fakes(denoiser: Any, args: Any, kwargs: Any) -> tuple[dict[str, An
         copy = type(denoiser).from_config(denoiser.config).eval()
         _cast(copy, _dtype(denoiser))
     # Attention is written out as matrix products, which the counter knows.
-    with counter, _MasksAsPlaces(), sdpa_kernel(SDPBackend.MATH):
+    with prepare(copy), counter, _MasksAsPlaces(), sdpa_kernel(SDPBackend.MATH):
         copy(*_filled(args, fill), **_filled(kwargs, fill))
-    return counter.get_flop_counts(), type(copy).__name__
+    return copy, counter.get_flop_counts()
 
 
 def _dtype(model: torch.nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU, so that nothing of the pipeline is held once the generation is over."""
-    return tensor.to("cpu", copy=True)
-
-
 class Ledger:
-    """The books of one feature over one generation: what was due, what was skipped, and what that saved."""
+    """The books of one feature over one generation: what was due, what was skipped, and what that saved.
+
+    Calls that another rank ran are in none of the numbers: what they saved is in that rank's books.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[str, FlopCount | str] = {}
         """Shapes of a call -> its FLOPs, or why they could not be counted."""
+        self._cuts = False
+        """Some calls compute fewer tokens, of numbers that are not known before."""
         self.begin()
 
     def begin(self) -> None:
@@ -190,10 +244,14 @@ class Ledger:
         self.reused = 0
         """Calls that were computed, but for parts that were reused."""
         self._saved_inside = 0
+        self.asked = True
+        """Whether this rank had calls in which something could be reused."""
         self.bytes_held = 0
         self.seconds = 0.0
         self._begun = time.perf_counter()
         self._calls: dict[tuple[str, str], tuple[Any, Any, Any, tuple[str, ...]]] = {}
+        self._fewer: dict[tuple[str, str], Counter[int]] = {}
+        self._sites: dict[str, DenoiserSite] = {}
         self._spans: dict[tuple[str, str], Spans] = {}
         self._tally: dict[tuple[str, str], dict[str, int]] = {}
 
@@ -201,10 +259,11 @@ class Ledger:
         """Remember the shapes of a branch's first call, and which blocks of it can be skipped."""
         key = (call.denoiser.name, call.branch.name)
         self._spans[key] = call.spans
+        self._sites[key[0]] = call.denoiser
         if key not in self._calls:
             stacks = tuple(stack.path for stack in call.denoiser.stacks)
             shapes = (spec_of(call.args), spec_of(call.kwargs))
-            known = repr((key[0], *shapes)) in self._counts
+            known = repr((key[0], *shapes)) in self._counts and not self._cuts
             args, kwargs = shapes if known else (_remembered(call.args), _remembered(call.kwargs))
             self._calls[key] = (call.denoiser.inner, args, kwargs, stacks)
 
@@ -214,12 +273,17 @@ class Ledger:
             torch.cuda.synchronize()
         self.seconds = time.perf_counter() - self._begun
         self._calls = {
-            key: (denoiser, map_tensors(args, _own), map_tensors(kwargs, _own), stacks)
+            key: (denoiser, map_tensors(args, TensorBytes.of), map_tensors(kwargs, TensorBytes.of), stacks)
             for key, (denoiser, args, kwargs, stacks) in self._calls.items()
         }
         self.bytes_held = generation.peak_bytes
         self._tally = {key: dict(calls) for key, calls in generation.tally.items()}
         self._saved_inside = generation.saved_flops
+        self.asked = not self._tally or any(
+            "elsewhere" not in calls or calls["computed"] + calls["skipped"] + calls["replaced"] > 1
+            for calls in self._tally.values()
+        )
+        self._fewer, self._cuts = generation.fewer, self._cuts or bool(generation.fewer)
         self.skipped = self.reused + sum(calls["skipped"] + calls["replaced"] for calls in self._tally.values())
         self.computed = sum(calls["computed"] for calls in self._tally.values()) - self.reused
 
@@ -235,16 +299,27 @@ class Ledger:
                 return {"not counted": count}
             paths = self._calls[key][3]
             spans = {paths[number]: span for number, span in self._spans[key].ranges.items()}
-            total += count.total * sum(calls.values())
+            total += count.total * (calls["computed"] + calls["skipped"] + calls["replaced"])
             saved += count.inside(spans) * calls["skipped"] + count.total * calls["replaced"]
+            for tokens, number in self._fewer.get(key, {}).items():
+                part = self._count(key, tokens)
+                if isinstance(part, str):
+                    return {"not counted": part}
+                saved += (count.total - part.total) * number
+            denoiser, args, kwargs, stacks = self._calls[key]
+            self._calls[key] = (denoiser, spec_of(args), spec_of(kwargs), stacks)  # the numbers are needed once
         return {"full": total, "spent": total - saved, "saved": saved}
 
-    def _count(self, key: tuple[str, str]) -> FlopCount | str:
+    def _count(self, key: tuple[str, str], tokens: int | None = None) -> FlopCount | str:
         denoiser, args, kwargs, stacks = self._calls[key]
-        shapes = repr((key[0], spec_of(args), spec_of(kwargs)))
+        shapes = repr((key[0], spec_of(args), spec_of(kwargs), *(() if tokens is None else (tokens,))))
+
+        def prepare(copy: torch.nn.Module) -> AbstractContextManager[Any]:
+            return nullcontext() if tokens is None else hold_fewer(copy, self._sites[key[0]], tokens)
+
         if shapes not in self._counts:
             try:
-                self._counts[shapes] = count_flops(denoiser, args, kwargs, stacks)
+                self._counts[shapes] = count_flops(denoiser, args, kwargs, stacks, prepare)
             except Exception as error:  # models look at numbers in many ways; a count must not spoil a report
                 reason = next(iter(str(error).splitlines()), type(error).__name__)
                 reason = re.sub(r"<(\S+) object at 0x\w+>", r"\1", reason)[:120]

@@ -43,7 +43,8 @@ def extrapolate(differences: Sequence[Tree], ahead: int) -> Tree:
                 change = tree[stack][role]
                 if tensor is not None and change is not None:
                     tensor = torch.add(tensor, change, alpha=ahead**power / math.factorial(power))
-            result[stack][role] = tensor
+            # A model may write into what it is handed; what is stored stays whole.
+            result[stack][role] = tensor.clone() if tensor is not None and tensor is streams[role] else tensor
     return result
 
 

@@ -34,19 +34,19 @@ def work() -> dict[tuple[int, int], int]:
 
 
 @torch.library.custom_op("chitu::keep_attention", mutates_args=("layer",))
-def keep(layer: torch.Tensor, part: int, out_BSHD: torch.Tensor, keys: int) -> None:
-    """Keep a copy of what call `part` of `layer` returned.
+def keep(layer: torch.Tensor, part: int, out_BSHD: torch.Tensor, pairs: int) -> None:
+    """Keep a copy of what call `part` of `layer` returned, for so many pairs of a query and a key, on all ranks together.
 
     It declares to write to `layer`, which it does not, so that it is not optimised away.
     """
     place = int(layer), part
     outputs()[place] = out_BSHD.clone()
-    batch, queries, heads, dim = out_BSHD.shape
-    work()[place] = 4 * batch * heads * queries * keys * dim
+    batch, _, heads, dim = out_BSHD.shape
+    work()[place] = 4 * batch * heads * pairs * dim
 
 
 @keep.register_fake
-def _keep(layer: torch.Tensor, part: int, out_BSHD: torch.Tensor, keys: int) -> None:
+def _keep(layer: torch.Tensor, part: int, out_BSHD: torch.Tensor, pairs: int) -> None:
     return None
 
 

@@ -232,8 +232,10 @@ class EasyCache(Params):
 class TaylorSeer(Params):
     """Compute every `interval`-th step, and forecast between them by finite differences.
 
-    Liu et al. 2025, https://arxiv.org/abs/2503.06923. What each block adds is forecast as a sum over blocks, which is the same
-    as forecasting block by block and takes one tensor a stream instead of one a block.
+    Liu et al. 2025, https://arxiv.org/abs/2503.06923, on whole blocks: forecasting what each block adds and summing is the same as
+    forecasting the sum, which takes one tensor a stream instead of one a block, and this is what is done. The paper's own
+    form is another forecast: it forecasts the outputs of attention and MLP before the gates, which this step's timestep
+    sets. It is not here, since no seam reaches the output of an MLP.
     """
 
     strategy: ClassVar[str] = "taylorseer"
@@ -340,9 +342,46 @@ class PAB(Params):
         self._number("end", most=1.0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cubic(Params):
+    """Freeze the tokens of calm regions for some steps, and compute only the others.
+
+    Jano, Chen et al. 2026, https://arxiv.org/abs/2603.00519, on image tokens: after `warmup` each region of a picture is static,
+    medium or active by how much the distances between its tokens still change. Other tokens go on to attend to the frozen
+    ones, whose keys and values are kept, one pair for every layer and branch. Text is always computed. Regions are runs of
+    tokens, not squares, and the paper's spreading of scores into the inside of shapes is left out. One set of tokens serves
+    the whole batch.
+    """
+
+    strategy: ClassVar[str] = "cubic"
+
+    warmup: int = 7
+    """Positions at the start that are always computed and watched, at least 1; no token is frozen before the third."""
+    cooldown: int = 1
+    """Positions at the end that are always computed, at least 0."""
+    static: float = 0.2
+    """Regions with a score below this are static, 0 to 1, where 0 is the calmest region of a picture and 1 the liveliest."""
+    medium: float = 0.3
+    """Regions that are not static and have a score below this are medium, 0 to 1; 0 freezes nothing and computes all."""
+    static_interval: int = 10
+    """Positions from one at which static tokens are computed, and with them all, to the next, at least 1; 1 computes all."""
+    medium_interval: int = 4
+    """Positions from one at which medium tokens are computed to the next, at least 1."""
+    region: int = 4
+    """Tokens of a region, one after the other in the model's order, at least 2."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._number("static", most=1.0)
+        self._number("medium", most=1.0)
+        self._whole("static_interval", least=1)
+        self._whole("medium_interval", least=1)
+        self._whole("region", least=2)
+
+
 PARAMS: dict[str, type[Params]] = {
     cls.strategy: cls
-    for cls in (Static, FBCache, MagCache, EasyCache, TaylorSeer, TeaCache, MeanCache, BlockDance, PAB)
+    for cls in (Static, FBCache, MagCache, EasyCache, TaylorSeer, TeaCache, MeanCache, BlockDance, PAB, Cubic)
 }
 """Strategy name -> its parameters."""
 

@@ -14,8 +14,6 @@ import torch
 
 from chitu_hooks import Stack
 
-SUPPORTED = "aligned" in {field.name for field in dataclasses.fields(Stack)}
-"""Whether hook maps of this version can say it."""
 SHORTEST = 16
 """Tokens; fewer are easily some other size: six modulation vectors, four axes."""
 
@@ -28,7 +26,7 @@ def with_aligned(stack: Stack, given: Mapping[str, Any], questions: list[str]) -
         given: argument -> value of the first block's first call.
         questions: gets what has to be decided by a person.
     """
-    if not SUPPORTED or not stack.streams or stack.refiner:
+    if not stack.streams or stack.refiner:
         return stack
     others = {
         name: value
@@ -49,8 +47,7 @@ def with_aligned(stack: Stack, given: Mapping[str, Any], questions: list[str]) -
             f"aligned={{…}}, or make a call of at least {SHORTEST} text tokens, other than channels, and more image tokens"
         )
         return stack
-    settled: dict[str, Any] = {"aligned": {key: matches[0] for key, matches in found.items()}}
-    return dataclasses.replace(stack, **settled)
+    return dataclasses.replace(stack, aligned={key: matches[0] for key, matches in found.items()})
 
 
 def token_counts(stack: Stack, given: Mapping[str, Any]) -> dict[str, int]:

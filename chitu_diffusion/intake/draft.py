@@ -198,9 +198,8 @@ def _stack_text(stack: Stack) -> list[str]:
         lines.append(f"            order={_words(stack.order)},")
     if stack.refiner:
         lines.append("            refiner=True,")
-    aligned = getattr(stack, "aligned", None)
-    if aligned is not None:
-        lines += _pairs_text("aligned", aligned)
+    if stack.aligned is not None:
+        lines += _pairs_text("aligned", stack.aligned)
     return ["        Stack(", *lines, "        ),"]
 
 

@@ -78,6 +78,8 @@ def _module(module: nn.Module) -> tuple[str, str]:
 
 def _attention(denoiser: DenoiserSite) -> Iterator[Piece]:
     for site in denoiser.attention:
+        if not callable(getattr(site.module, "processor", None)):
+            continue  # a module that computes attention by itself, above
         processor = type(site.module.processor)
         yield _class_piece("attention", type(site.module), COVERED, "holds a processor")
         if site.reachable:

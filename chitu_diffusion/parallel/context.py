@@ -6,12 +6,11 @@ Attention exchanges what it needs; everything else of a block works on each toke
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from chitu_hooks import (
     AttentionContext,
@@ -27,12 +26,14 @@ from chitu_hooks import (
     Streams,
 )
 from chitu_hooks.call import map_tensors
-from chitu_hooks.sites import AttentionSite, BlockSite, StackSite
+from chitu_hooks.hook_map import ROLES
+from chitu_hooks.sites import AttentionSite, BlockSite
 from chitu_hooks.state import ACTIVE
+from chitu_hooks.tokens import AlignedCuts, refuse_cutting
 
 from . import exchange
 from .collectives import all_gather_dim, split
-from .layout import Layout, cut, cut_aligned, cut_role, make_layout
+from .layout import Layout, cut, cut_role, make_layout, tokens_of
 from .masks import key_mask, received_mask
 from .mesh import Mesh
 from .params import Parallel
@@ -62,7 +63,6 @@ class ContextParallel(Feature):
         self.outer_group = mesh.outer.name
         self.outer_index = mesh.outer.index
         self.rings = parallel.ring > 1
-        self.order_of: dict[int, tuple[str, ...]] = {}
         self.trunk_arguments: tuple[str, ...] = ()
         self.calls = 0
         self.seen: dict[str, None] = {}
@@ -71,10 +71,9 @@ class ContextParallel(Feature):
 
     def bind(self, sites: Sites, hook_map: HookMap) -> Refusal | None:
         self.trunk_arguments = tuple(hook_map.trunk_arguments)
-        for stack in main_stacks(sites):
-            refusal = _refuse_stack(stack, hook_map)
-            if refusal is not None:
-                return refusal
+        refusal = refuse_cutting(sites, hook_map, "use cfg parallelism only")
+        if refusal is not None:
+            return refusal
         for site in sites.attention:
             refusal = self._refuse_attention(site)
             if refusal is not None:
@@ -135,7 +134,11 @@ class ContextParallel(Feature):
         self.calls += 1
         self.seen[_told(layout)] = None
         memory = call.generation.memory(self)
-        memory.cuts, memory.open = {}, True
+        memory.cuts = AlignedCuts(
+            {role: tokens_of(role, layout) for role in ROLES},
+            lambda tensor, dim, role: cut_role(tensor, dim, role, layout),
+        )
+        memory.open = True
         if memory.added - {sum(layout.image)}:
             raise GenerationError(
                 f"context parallel: what is added to the trunk has {sorted(memory.added)} tokens, and the trunk "
@@ -148,34 +151,8 @@ class ContextParallel(Feature):
         }
 
     def block_in(self, call: Call, block: BlockSite, inputs: BlockInputs) -> None:
-        layout = ACTIVE.layout
-        if layout is None or not block.stack.aligned:
-            return
-        cuts = call.generation.memory(self).cuts
-        for key, spec in block.stack.aligned.items():
-            name, _, path = key.partition(".")
-            value = inputs.get(name)
-            if value is not None:
-                inputs.set(name, self._cut_argument(value, path, spec, layout, cuts, block, key))
-
-    def _cut_argument(
-        self, value: Any, path: str, spec: str, layout: Layout, cuts: dict[Any, Any], block: BlockSite, key: str
-    ) -> Any:
-        """The part of `value` at `path`, cut. Blocks are mostly handed the same objects: each is cut once a call."""
-        known = cuts.get((id(value), key))
-        if known is not None:
-            return known[1]
-        if path:
-            place = int(path.partition(".")[0])
-            rest = path.partition(".")[2]
-            item = self._cut_argument(value[place], rest, spec, layout, cuts, block, f"{key}/{rest}")
-            result: Any = type(value)((*value[:place], item, *value[place + 1 :]))
-        elif isinstance(value, Tensor):
-            result = cut_aligned(value, spec, layout, f"{block.path}: {key}")
-        else:
-            result = value
-        cuts[id(value), key] = (value, result)  # held, so that no other object takes its address
-        return result
+        if ACTIVE.layout is not None:
+            call.generation.memory(self).cuts.apply(inputs)
 
     def trunk_out(self, call: Call, streams: Streams) -> Streams | None:
         layout = ACTIVE.layout
@@ -183,7 +160,7 @@ class ContextParallel(Feature):
             return None
         ACTIVE.layout = None
         memory = call.generation.memory(self)
-        memory.cuts, memory.open = {}, False
+        memory.cuts, memory.open = None, False
         return {role: None if tensor is None else self._whole(tensor, role, layout) for role, tensor in streams.items()}
 
     def _whole(self, tensor: Tensor, role: str, layout: Layout) -> Tensor:
@@ -306,25 +283,3 @@ def _told(layout: Layout) -> str:
 
 def _numbers(sizes: tuple[int, ...]) -> str:
     return str(sizes[0]) if len(set(sizes)) == 1 else f"{sizes[0]} or {sizes[-1]}"
-
-
-def main_stacks(sites: Sites) -> Iterator[StackSite]:
-    """The stacks of the trunk."""
-    return (stack for stack in sites.stacks if not stack.refiner)
-
-
-def _refuse_stack(stack: StackSite, hook_map: HookMap) -> Refusal | None:
-    where = f"{stack.denoiser.name}.{stack.path}"
-    if stack.aligned is None or not stack.streams:
-        return Refusal(
-            f"the hook map {hook_map.name!r} ({hook_map.source}) does not say which arguments of {where} have one entry a token",
-            "give that stack aligned={argument: role} in a map of your own",
-        )
-    for block in stack.blocks:
-        for name, module in block.module.named_modules():
-            if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-                return Refusal(
-                    f"{where}.{block.index}.{name} is a convolution, which needs the tokens of other ranks",
-                    "use cfg parallelism only",
-                )
-    return None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from diffusers.pipelines.pag.pag_utils import PAGMixin
+
 from chitu_hooks import Feature, HookMap, PatchError
 
 from .agree import Agreement
@@ -19,7 +21,8 @@ def make_parallel(parallel: Parallel | str, pipe: Any, hook_map: HookMap) -> lis
     """The features that make one picture on `parallel.ranks` ranks; none for a single rank.
 
     Raises:
-        PatchError: not a `Parallel`, or no process group that it fits.
+        PatchError: not a `Parallel`, no process group that it fits, or perturbed attention guidance, whose processors cut
+            the batch and mask tokens by what one rank has.
     """
     if parallel == "auto":
         parallel = auto_parallel(pipe, hook_map)
@@ -27,6 +30,11 @@ def make_parallel(parallel: Parallel | str, pipe: Any, hook_map: HookMap) -> lis
         raise PatchError(f"parallel={parallel!r} is to be 'auto' or a Parallel, such as Parallel(cfg=2, ulysses=2)")
     if parallel.ranks == 1:
         return []
+    if isinstance(pipe, PAGMixin):
+        raise PatchError(
+            f"{type(pipe).__name__} perturbs attention of a part of the batch, which each rank would take from its own share; "
+            f"run it on one process, not on {parallel.ranks}"
+        )
     mesh = make_mesh(parallel)
     features: list[Feature] = [Agreement(mesh), VaeTiles(mesh)]
     if parallel.cfg > 1:

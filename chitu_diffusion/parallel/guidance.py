@@ -4,8 +4,10 @@ Batched guidance: each rank takes a part of the batch, and the outputs are gathe
 calls that are its own and hands out an empty tensor for the others; after the last call of a step the ranks exchange, and
 the empty tensors are filled where they are. The pipeline combines the branches afterwards, as it always does.
 
-How many calls a step has is not known in advance: the first step runs all of them everywhere, and a call is left to another
-rank only while the calls come as in the step before. `scheduler.step` settles what was left open.
+How many calls a step has is not known in advance: the first step runs all of them everywhere, and a branch gets its owner
+when the calls come as in the step before. It keeps that owner: what caches hold for it is up to date there and nowhere else.
+While the calls of a step come as expected they are exchanged after the last of them; from the first surprise on, each at
+once. `scheduler.step` settles what was left open.
 """
 
 from __future__ import annotations
@@ -30,23 +32,29 @@ from chitu_hooks import (
     Sites,
     StepCall,
 )
-from chitu_hooks.state import Branch
+from chitu_hooks.branches import signature
+from chitu_hooks.state import ACTIVE, Branch
 
-from .collectives import all_gather, split
+from .collectives import all_gather, all_gather_dim, split
 from .layout import start
 from .mesh import Mesh
+
+FILLED = -1
+"""Owner of a call whose result all ranks have."""
 
 
 class Pending:
     """One call of the step that is underway."""
 
-    __slots__ = ("branch", "owner", "sample")
+    __slots__ = ("branch", "owner", "plannable", "sample")
 
     def __init__(self, branch: Branch, owner: int | None) -> None:
         self.branch = branch
         self.owner = owner
         """The rank that runs it; None: every rank."""
         self.sample: Any = None
+        self.plannable = False
+        """It returned one tensor, for which room can be made elsewhere."""
 
 
 class GuidanceParallel(Feature):
@@ -75,6 +83,7 @@ class GuidanceParallel(Feature):
         space = generation.memory(self)
         space.calls = []
         space.plans = {}
+        space.certain = True
         space.proven = False
         space.sizes = None
         self.split = self.left = 0
@@ -85,26 +94,36 @@ class GuidanceParallel(Feature):
         space = call.generation.memory(self)
         plan = space.plans.get(call.denoiser.name, ())
         place = len(space.calls)
-        follows = all(entry.owner is not None for entry in space.calls)
-        if (
-            self.style != "batched"
-            and len(plan) > 1
-            and follows
-            and place < len(plan)
-            and plan[place][0] is call.branch
-        ):
-            return self._leave_to_owner(call, space, place, plan[place][1])
-        space.calls.append(Pending(call.branch, None))
+        space.certain = space.certain and place < len(plan) and plan[place] is call.branch
+        owner = self._owner(call, place, alone=not space.certain or len(plan) == 1)
+        space.calls.append(Pending(call.branch, owner))
+        if owner is not None:
+            return None if owner == self.axis.index else self._leave_to_owner(call, space)
         if self.style == "batched" or (self.style == "unknown" and len(plan) == 1):
             space.sizes = self._slice(call)
+        if getattr(call.branch.memory(self), "sizes", space.sizes) != space.sizes:
+            call.branch.forget()  # what caches hold is of another part of the batch
+        call.branch.memory(self).sizes = space.sizes
         return None
 
-    def _leave_to_owner(self, call: Call, space: Any, place: int, like: dict[str, Any]) -> Tensor | None:
-        owner = place % self.axis.size
-        space.calls.append(Pending(call.branch, owner))
-        if owner == self.axis.index:
+    def _owner(self, call: Call, place: int, alone: bool) -> int | None:
+        """The rank that runs `call`, None for all of them."""
+        if self.style == "batched":
             return None
+        kept = call.branch.memory(self)
+        owner, form = getattr(kept, "owner", None), getattr(kept, "form", None)
+        if form is not None and form["input"] != shape_of(call.input):
+            if owner is not None:  # what comes back has another shape too, and only the owner's caches know this branch
+                call.branch.forget()
+            return None
+        if owner is None and form is not None and not alone:
+            owner = kept.owner = place % self.axis.size
+        return owner
+
+    def _leave_to_owner(self, call: Call, space: Any) -> Tensor:
         self.left += 1
+        call.elsewhere = True
+        like = call.branch.memory(self).form["output"]
         # Not a number, the first time: a pipeline that reads it before it is filled is then found out at the step.
         return torch.empty(**like) if space.proven else torch.full(fill_value=torch.nan, **like)
 
@@ -114,6 +133,10 @@ class GuidanceParallel(Feature):
         if batch < self.axis.size:
             call.generation.note(f"{self.name}: a batch of {batch} is run whole on each of {self.axis.size} ranks")
             return None
+        if call.signature is None:
+            call.signature = signature(
+                call
+            )  # of the whole batch: parts may differ in which ControlNet samples are zero
         sizes = split(batch, self.axis.size)
         at = start(sizes, self.axis.index)
         part = slice(at, at + sizes[self.axis.index])
@@ -128,11 +151,17 @@ class GuidanceParallel(Feature):
         if space.sizes is not None:
             sizes, space.sizes = space.sizes, None
             call.sample = self._gather(call.sample, sizes)
+            space.calls[-1].plannable = isinstance(call.sample, Tensor)
             return
         entry = space.calls[-1]
-        entry.sample = call.sample
-        plan = space.plans.get(call.denoiser.name, ())
-        if entry.owner is not None and len(space.calls) == len(plan):
+        if isinstance(call.sample, Tensor):
+            sample = call.sample
+            output = {"size": sample.shape, "dtype": sample.dtype, "device": sample.device}
+            call.branch.memory(self).form = {"input": shape_of(call.input), "output": output}
+        entry.plannable = isinstance(call.sample, Tensor)
+        if call.generation.steps_done:  # nothing is left to others before; a pipeline without steps would pile them up
+            entry.sample = call.sample
+        if not space.certain or len(space.calls) == len(space.plans[call.denoiser.name]):
             self._fill(space)
 
     def _gather(self, sample: Any, sizes: tuple[int, ...]) -> Any:
@@ -144,13 +173,24 @@ class GuidanceParallel(Feature):
             )
         return list(all_gather(torch.stack(list(sample)), sizes, self.axis.name).unbind())
 
+    def gathered(self, sums: Tensor) -> Tensor:
+        """(2, B) of all samples where the call underway has a part of them, so that the worst of all decides on every rank."""
+        call = ACTIVE.call
+        sizes = call.generation.memory(self).sizes if call is not None else None
+        if sizes is None:
+            return sums
+        each = max(1, sums.shape[1] // sizes[self.axis.index])  # trunks of videos may have a row a frame
+        return all_gather_dim(sums, 1, [each * size for size in sizes], self.axis.name)
+
     def _fill(self, space: Any) -> None:
         """Every rank's samples to all ranks, into the tensors that the pipeline holds already."""
         for entry in space.calls:
+            if entry.owner is None or entry.owner == FILLED:
+                continue
             mine = entry.owner == self.axis.index
             message = entry.sample.contiguous() if mine else entry.sample
             dist.broadcast(message, src=self.axis.ranks[entry.owner], group=self.axis.group)
-            entry.owner = -1
+            entry.owner = FILLED
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -160,11 +200,11 @@ class GuidanceParallel(Feature):
         RefusedError: the pipeline read a branch before the ranks had exchanged; on every rank, at the first such step.
         """
         space = step.generation.memory(self)
-        calls, space.calls = space.calls, []
+        calls, space.calls, space.certain = space.calls, [], True
         if not calls:
             return
-        filled = any(entry.owner == -1 for entry in calls)
-        owners = {entry.owner for entry in calls if entry.owner is not None} - {-1}
+        filled = any(entry.owner == FILLED for entry in calls)
+        owners = {entry.owner for entry in calls if entry.owner is not None} - {FILLED}
         if len(owners) > 1:
             raise GenerationError(
                 f"{self.name}: this step has {len(calls)} branches, fewer than the one before, and they are on ranks of their "
@@ -184,7 +224,8 @@ class GuidanceParallel(Feature):
 
     def _prove(self, step: StepCall, calls: list[Pending]) -> None:
         """That the pipeline has not read a tensor before it was filled."""
-        early = step.model_output.isnan().any() & ~torch.stack([entry.sample.isnan().any() for entry in calls]).any()
+        samples = [entry.sample for entry in calls if isinstance(entry.sample, Tensor)]
+        early = step.model_output.isnan().any() & ~torch.stack([sample.isnan().any() for sample in samples]).any()
         flag = early.to(torch.float32).reshape(1)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.axis.group)
         if flag.item():
@@ -195,21 +236,21 @@ class GuidanceParallel(Feature):
 
     def _learn(self, space: Any, calls: list[Pending]) -> None:
         """The calls of this step, in the expectation that the next has the same."""
-        plans: dict[str, list[tuple[Branch, dict[str, Any]]]] = {}
+        plans: dict[str, list[Branch]] = {}
         for entry in calls:
-            if not isinstance(entry.sample, Tensor):
-                continue
-            form = {"size": entry.sample.shape, "dtype": entry.sample.dtype, "device": entry.sample.device}
-            plans.setdefault(entry.branch.denoiser.name, []).append((entry.branch, form))
+            if entry.plannable:
+                plans.setdefault(entry.branch.denoiser.name, []).append(entry.branch)
         space.plans = plans if len(plans) == 1 else {}
 
     def end(self, generation: Generation) -> None:
-        if generation.steps_done > 1 and not (self.split or self.left or self._ran_foreign(generation)):
+        if self.split or self.left or self._ran_foreign(generation):
+            return
+        why = "guidance was off, or a step had one branch and one sample" if generation.steps_done > 1 else None
+        if not generation.steps_done and any(calls["computed"] > 1 for calls in generation.tally.values()):
+            why = "the pipeline took no step of its scheduler, which tells where the calls of one step end"
+        if why is not None:
             warnings.warn(
-                f"{self.name}: nothing was divided over its {self.axis.size} ranks; guidance was off, or a step had one branch "
-                "and one sample",
-                ChituWarning,
-                stacklevel=2,
+                f"{self.name}: nothing was divided over its {self.axis.size} ranks; {why}", ChituWarning, stacklevel=2
             )
 
     def _ran_foreign(self, generation: Generation) -> bool:
@@ -224,6 +265,11 @@ def batch_of(call: Call) -> int:
     """Samples in the batch: dim 0 of the denoiser's first argument, or its length if that is a list."""
     value = call.args[0] if call.args else call.argument(next(iter(call.denoiser.arguments)))
     return value.shape[0] if isinstance(value, Tensor) else len(value) if isinstance(value, (list, tuple)) else 1
+
+
+def shape_of(value: Any) -> Any:
+    """Shape of a tensor, or of each in a list."""
+    return value.shape if isinstance(value, Tensor) else [item.shape for item in value]
 
 
 def cut_batch(value: Any, batch: int, part: slice, name: str) -> Any:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from chitu_hooks import GenerationError
-from chitu_hooks.hook_map import ALIGNED
 
 from .collectives import split
 
@@ -32,10 +31,12 @@ class Layout(NamedTuple):
     text_first: bool
     """Order of text and image inside joint attention."""
 
-    @property
-    def local(self) -> int:
-        """Tokens of this rank, text and image."""
-        return self.text[self.rank] + self.image[self.rank]
+    def whole(self, tokens: int) -> int:
+        """Tokens on all ranks of a sequence of which this rank has `tokens`; a sequence that is not spread stays as it is."""
+        if tokens == self.image[self.rank]:
+            return sum(self.image)
+        words = self.text[0] if self.shared else sum(self.text)
+        return sum(self.image) + words if tokens == self.image[self.rank] + self.text[self.rank] else tokens
 
 
 def make_layout(streams: dict[str, Any], index: int, ranks: int, text: str, order: tuple[str, ...]) -> Layout:
@@ -97,25 +98,3 @@ def tokens_of(role: str, layout: Layout) -> int:
     words = layout.text[0] if layout.shared else sum(layout.text)
     pictures = sum(layout.image)
     return {"text": words, "image": pictures, "joint": words + pictures}[role]
-
-
-def cut_aligned(value: Any, spec: str, layout: Layout, where: str) -> Any:
-    """This rank's part of a block argument that the map names as aligned; see `chitu_hooks.Stack.aligned`.
-
-    Raises:
-        GenerationError: the argument has not the size that the map says it has.
-    """
-    role, dim, dims = ALIGNED.fullmatch(spec).groups()  # type: ignore[union-attr]
-    if dims is not None and value.dim() != int(dims):
-        return value
-    tokens = tokens_of(role, layout)
-    if dim is not None:
-        found = [int(dim)] if value.dim() > int(dim) and value.shape[int(dim)] == tokens else []
-    else:
-        found = [d for d in (0, 1) if d < value.dim() and value.shape[d] == tokens]
-    if len(found) != 1:
-        raise GenerationError(
-            f"{where} is {tuple(value.shape)} and is to be cut into shares of {tokens} {role} tokens, which "
-            f"{'two dimensions fit' if found else 'no dimension fits'}; correct aligned in the hook map, as in '{role}@0'"
-        )
-    return cut_role(value, found[0], role, layout)

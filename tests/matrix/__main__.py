@@ -18,6 +18,7 @@ def main() -> int:
     from matrix import report
 
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
     options = argparse.ArgumentParser(prog="python tests/matrix", description=sys.modules["matrix"].__doc__)
     options.add_argument("--write", action="store_true", help="write docs/models.md and docs/models.json")

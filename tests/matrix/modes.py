@@ -51,8 +51,8 @@ EAGER_FLEX = mock.patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_
 class Trial:
     """One row, built, and run once without any hook."""
 
-    def __init__(self, row: Model) -> None:
-        self.row = row
+    def __init__(self, row: Model, steps: int = STEPS) -> None:
+        self.row, self.steps = row, steps
         self.pipe = row.build()
         self.stock = self.run()
         before = snapshot(self.pipe, ran=True)
@@ -64,7 +64,7 @@ class Trial:
         # Flex attention is compiled unless told otherwise, and the CPU build of torch cannot compile it everywhere.
         with EAGER_FLEX, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return self.row.run(self.pipe, STEPS)
+            return self.row.run(self.pipe, self.steps)
 
     def equal(self) -> bool:
         return torch.equal(self.run(), self.stock)
@@ -81,10 +81,15 @@ def exact(trial: Trial) -> Cell:
     idle = probe.idle(sites)
     if not same or idle:
         return Cell("fails", "another output" if not same else f"seams never reached: {', '.join(idle)}")
+    return left_behind(trial, before) or WORKS
+
+
+def left_behind(trial: Trial, before: dict[str, Any]) -> Cell | None:
+    """What is not as it was `before`, now that the hooks are off."""
     left = sorted(set(changes(before, snapshot(trial.pipe, ran=True))) - trial.restless)
     if left or not trial.equal():
         return Cell("fails", f"after undo: {', '.join(left[:3]) or 'another output'}")
-    return WORKS
+    return None
 
 
 def attention(trial: Trial) -> Cell:
@@ -116,7 +121,12 @@ def cache(trial: Trial) -> Cell:
     with patch(trial.pipe, cache=Static(steps=HALF)) as handle:
         out = trial.run()
         report = handle.report()
-    books = next(feature for feature in report.features if feature["name"] == "static")
+    return skipped(trial, "static", out, report)
+
+
+def skipped(trial: Trial, name: str, out: torch.Tensor, report: Any) -> Cell:
+    """What came of the skips of the cache `name` that were due."""
+    books = next(feature for feature in report.features if feature["name"] == name)
     due = [note for note in report.notes if "although a skip was due" in note]
     if not books["hits"]:
         return Cell("fails", f"none of {books['due']} skips: {'; '.join(report.notes) or 'no reason given'}")

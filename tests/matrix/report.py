@@ -10,7 +10,9 @@ import diffusers
 
 from chitu_diffusion import patch
 
+from . import strategies
 from .modes import MODES, Cell, Trial, outcome
+from .strategies import STRATEGIES
 from .table import NOT_BUILT, Model, models, transformer_classes, variations
 
 COMMAND = "python tests/matrix --write"
@@ -25,8 +27,17 @@ def row(model: Model) -> dict[str, Any]:
     return {
         **model.named(),
         "hook map": found.name if found.source == "registry" else found.source,
-        "modes": {mode: {"state": cell.state, "note": cell.note} for mode, cell in cells.items()},
+        "modes": {mode: _data(cell) for mode, cell in cells.items()},
     }
+
+
+def caches(model: Model) -> dict[str, dict[str, str]]:
+    """A cell for each strategy."""
+    return {name: _data(cell) for name, cell in strategies.outcomes(model).items()}
+
+
+def _data(cell: Cell) -> dict[str, str]:
+    return {"state": cell.state, "note": cell.note}
 
 
 def matrix() -> dict[str, Any]:
@@ -34,8 +45,9 @@ def matrix() -> dict[str, Any]:
     return {
         "diffusers": diffusers.__version__,
         "modes": {mode: summary(mode) for mode in MODES},
-        "models": [row(model) for model in models()],
-        "variants": [row(model) for model in variations()],
+        "strategies": {name: strategies.summary(name) for name in STRATEGIES},
+        "models": [{**row(model), "strategies": caches(model)} for model in models()],
+        "variants": [{**row(model), "strategies": caches(model)} for model in variations()],
         "scoped out": {name: NOT_BUILT[name] for name in transformer_classes() if name in NOT_BUILT},
     }
 
@@ -66,15 +78,28 @@ two guidance branches. Speed and pictures are not what this page is about.
 Each cell is *works*, *refused* with the reason, or *scoped out* with the reason. A *hook map* is the name of the adapter, or \
 *inferred* where nothing had to be written.
 
-{modes_list(found["modes"])}
+{summaries(found["modes"])}
 
-{table(["transformer", "run as", "hook map"], found["models"])}
+{table(["transformer", "run as", "hook map"], found["models"], "modes")}
+
+## Caches
+
+Each strategy at settings at which it has to skip, \
+in {strategies.STEPS} steps: *works* says that it did, that the output is finite and \
+another one, and that undoing it leaves every object as it was. *refused* is an error, or the reason that the report of a \
+run without any skip gives. Whether a picture is still good at a setting is a question for real weights.
+
+{summaries(found["strategies"])}
+
+{table(["transformer", "run as"], found["models"], "strategies")}
 
 ## Variants
 
 Other ways to call a pipeline: each is run with what makes the variant switched on.
 
-{table(["variant", "hook map"], found["variants"])}
+{table(["variant", "hook map"], found["variants"], "modes")}
+
+{table(["variant"], found["variants"], "strategies")}
 
 ## Scoped out
 
@@ -82,15 +107,16 @@ Other ways to call a pipeline: each is run with what makes the variant switched 
 """
 
 
-def modes_list(modes: dict[str, str]) -> str:
-    return "\n".join(f"- **{mode}**: {what}" for mode, what in modes.items())
+def summaries(columns: dict[str, str]) -> str:
+    return "\n".join(f"- **{column}**: {what}" for column, what in columns.items())
 
 
-def table(named: list[str], lines: list[dict[str, Any]]) -> str:
-    """A Markdown table: the cells that name a row, then a cell for each mode."""
-    head = [*named, *MODES]
+def table(named: list[str], lines: list[dict[str, Any]], kind: str) -> str:
+    """A Markdown table: the cells that name a row, then a cell for each column of `kind`, modes or strategies."""
+    columns = MODES if kind == "modes" else STRATEGIES
+    head = [*named, *columns]
     body = [
-        [*(_code(name, line[name]) for name in named), *(_shown(line["modes"][mode]) for mode in MODES)]
+        [*(_code(name, line[name]) for name in named), *(_shown(line[kind][column]) for column in columns)]
         for line in lines
     ]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *body])
@@ -110,6 +136,6 @@ def failures(found: dict[str, Any]) -> list[str]:
     return [
         f"{' '.join(str(value) for value in list(line.values())[:2])}, {mode}: {cell['note']}"
         for line in [*found["models"], *found["variants"]]
-        for mode, cell in line["modes"].items()
+        for mode, cell in [*line["modes"].items(), *line["strategies"].items()]
         if cell["state"] == "fails"
     ]

@@ -10,6 +10,7 @@ from chitu_hooks import PatchError
 from ..params import Params, make_params
 from .base import Strategy
 from .blockdance import BlockDanceStrategy
+from .cubic import CubicStrategy
 from .easycache import EasyCacheStrategy
 from .fbcache import FBCacheStrategy
 from .magcache import MagCacheStrategy
@@ -29,6 +30,7 @@ STRATEGIES: dict[str, Callable[[Any], Strategy]] = {
     "meancache": MeanCacheStrategy,
     "blockdance": BlockDanceStrategy,
     "pab": PABStrategy,
+    "cubic": CubicStrategy,
 }
 """Strategy name -> what makes it from its params."""
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from chitu_hooks import Branch, Call, ChituWarning, Feature, Generation, HookMap, Order, Refusal, Sites
+from chitu_hooks.branches import signature
 
 from ..flops import Ledger
 from ..forecast import Tree, extrapolate, updated
@@ -27,10 +28,12 @@ class Strategy(Feature):
     Attributes:
         decides: where: before the denoiser (`denoiser_in`), or in a method of the strategy's own, further in.
         adaptive: decisions depend on the data of the batch: the report then declares ``batch_coupled``.
+        cuts_tokens: the trunk runs on fewer tokens in some calls, which no feature that spreads them over ranks expects.
         start: names and first values of what the strategy keeps for each branch.
         order_of_forecast: highest difference by which the residual is extrapolated; 0 holds it.
-        reduce: applied to a tensor of sums of absolute values before a decision reads it. A feature that shards tokens
-            puts an all-reduce (sum) here, so that every rank divides the same sums and decides alike.
+        reduce: applied to a tensor of sums of absolute values, (2, B), before a decision reads it. Where tokens are spread
+            over ranks an all-reduce (sum) stands here, and where the batch is, a gather of the samples of all ranks, so that
+            every rank divides the same sums and decides alike.
     """
 
     exactness = "lossy"
@@ -38,6 +41,7 @@ class Strategy(Feature):
     skips_trunk = True
     decides: ClassVar[str] = "denoiser_in"
     adaptive: ClassVar[bool] = False
+    cuts_tokens: ClassVar[bool] = False
     start: ClassVar[dict[str, Any]] = {}
     order_of_forecast: int = 0
 
@@ -72,23 +76,29 @@ class Strategy(Feature):
 
     def bind(self, sites: Sites, hook_map: HookMap) -> Refusal | None:
         """Refuse where diffusers' own cache is on, or where the front and back blocks are all there are."""
-        self.inferred = hook_map.source == "inferred"
+        self.inferred = hook_map.learns
         return cache_of_diffusers(sites) or too_few_blocks(sites, self.front, self.back)
 
     def begin(self, generation: Generation) -> None:
         self.ledger.begin()
 
-    def denoiser_in(self, call: Call) -> Any | None:
+    def see(self, call: Call) -> None:
+        """What comes first in every call: the books, and the call's signature, before features further in cut its arguments."""
         self.ledger.see(call)
+        if call.signature is None:
+            call.signature = signature(call)
+
+    def denoiser_in(self, call: Call) -> Any | None:
+        self.see(call)
         self.look(call)
         if self.decides == "denoiser_in" and self.decide(call):
             call.skip_trunk(self.forecast(call))
         return None
 
     def denoiser_out(self, call: Call) -> None:
-        if call.skipping or call.replaced:
-            return
         memory = self.memory(call.branch)
+        if call.skipping or call.replaced or memory.reusing:
+            return
         memory.run = 0
         if self.order_of_forecast and call.branch.skippable:
             self._remember(memory, call)
@@ -97,7 +107,8 @@ class Strategy(Feature):
 
     def end(self, generation: Generation) -> None:
         self.ledger.close(generation)
-        if generation.steps_done and not self.ledger.skipped and not self.full_budget and self._idle:
+        idle = self.ledger.asked and not self.ledger.skipped and not self.full_budget
+        if generation.steps_done and idle:
             warnings.warn(f"{self.name}: {self._idle}", ChituWarning, stacklevel=2)
         elif not generation.steps_done and any(calls["computed"] > 1 for calls in generation.tally.values()):
             warnings.warn(
@@ -116,7 +127,7 @@ class Strategy(Feature):
         """What this strategy keeps for `branch`: `start`, and what the base class needs."""
         memory = branch.memory(self)
         if not vars(memory):
-            vars(memory).update(position=-1, due=False, run=0, differences=[], index=-1, **self.start)
+            vars(memory).update(position=-1, due=False, reusing=False, run=0, differences=[], index=-1, **self.start)
         return memory
 
     def learning(self, call: Call) -> bool:
@@ -132,22 +143,26 @@ class Strategy(Feature):
         """Whether to skip, once a position: both stages of an order-2 step, and a step that is taken twice, agree."""
         memory, position = self.memory(call.branch), call.step.position
         new = memory.position != position
+        memory.reusing = False
         if new:
             memory.position = position
             memory.due = self._allowed(call, memory) and self.wants(call)
         if not memory.due:
             return False
-        self.ledger.wanted += 1
+        self.ledger.wanted += not call.elsewhere
         if not self.possible(call):
             self._tell_impossible(call)
             return False
         if new:
             memory.run += 1
+        memory.reusing = True
         self._warn_unsuited(call.generation)
         return True
 
     def ratios(self, call: Call, sums: torch.Tensor) -> list[float]:
         """Relative distances, one a sample: ``sums[0] / sums[1]`` of the reduced `sums`, shaped (2, B).
+
+        They are of the whole batch, also where this rank has a part of it.
 
         The one place where a decision waits for the device. A distance that is no number, or zero throughout, is
         infinite, so that the call is computed, and the report says so.

@@ -53,6 +53,17 @@ def too_few_blocks(sites: Sites, front: int, back: int) -> Refusal | None:
     return None
 
 
+def refuse_attention(sites: Sites, remedy: str) -> Refusal | None:
+    """Attention between tokens in which the keys of tokens that are not computed could not be put back."""
+    for site in sites.attention:
+        if site.stack is not None and not site.stack.refiner and not site.reachable:
+            kind = type(getattr(site.module, "processor", None) or site.module).__name__
+            return Refusal(
+                f"{site.path}: what {kind} computes cannot be intercepted, so frozen tokens would be left out", remedy
+            )
+    return None
+
+
 def few_steps(generation: Generation) -> str | None:
     """A warning about a generation of few steps."""
     steps = generation.num_steps

@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from chitu_hooks import Call
-from chitu_hooks.branches import signature
+from chitu_hooks import Call, RefusedError
 
 from ..distance import alike, copied, distance_l1, norm_l1
 from ..params import EasyCache
@@ -31,14 +30,16 @@ class EasyCacheStrategy(Strategy):
     }
 
     def denoiser_in(self, call: Call) -> Any | None:
-        self.ledger.see(call)
+        self.see(call)
         memory = self.memory(call.branch)
+        if memory.input is None:
+            _check_sample(call)
         memory.before, memory.input = memory.input, copied(call.input)
         return shifted(memory.input, memory.at, memory.output) if self.decide(call) else None
 
     def possible(self, call: Call) -> bool:
         memory = self.memory(call.branch)
-        return memory.output is not None and memory.signature == signature(call)
+        return memory.output is not None and memory.signature == call.signature
 
     def wants(self, call: Call) -> bool:
         """Accumulates rate * |change of the input| / |output|, per sample; the worst sample decides."""
@@ -48,7 +49,8 @@ class EasyCacheStrategy(Strategy):
         if not alike(memory.input, memory.before):
             return False
         changes = torch.stack([memory.rate[0] * distance_l1(memory.input, memory.before), memory.rate[1]])
-        memory.sum = [a + b for a, b in zip(memory.sum, self.ratios(call, changes))]
+        found = self.ratios(call, changes)
+        memory.sum = [a + b for a, b in zip(memory.sum or [0.0] * len(found), found)]
         return max(memory.sum) < self.params.threshold
 
     def learn(self, call: Call) -> None:
@@ -57,12 +59,27 @@ class EasyCacheStrategy(Strategy):
             output = distance_l1(call.sample, memory.output)
             # |change of output| / |change of input|, to be multiplied by a further change of the input.
             rate = output / distance_l1(memory.input, memory.at)
-            memory.rate, memory.sum = (rate, norm_l1(call.sample)), [0.0] * len(rate)
-        memory.at, memory.output, memory.signature = memory.input, copied(call.sample), signature(call)
+            memory.rate, memory.sum = (rate, norm_l1(call.sample)), None
+        memory.at, memory.output, memory.signature = memory.input, copied(call.sample), call.signature
 
     @property
     def full_budget(self) -> bool:
         return self.params.threshold == 0
+
+
+def _check_sample(call: Call) -> None:
+    """Refuse a model that takes something else before its sample.
+
+    Raises:
+        RefusedError: the first argument is not made of floating-point numbers.
+    """
+    given = call.input if isinstance(call.input, torch.Tensor) else next(iter(call.input or ()), None)
+    if not isinstance(given, torch.Tensor) or not given.is_floating_point():
+        first = next(iter(call.denoiser.arguments))
+        raise RefusedError(
+            f"easycache: {call.denoiser.name} ({type(call.denoiser.inner).__name__}) takes {first!r} first, which is no noisy "
+            "sample, so how far that has moved cannot be seen; use static, fbcache or taylorseer"
+        )
 
 
 def shifted(input_now: Any, input_then: Any, output_then: Any) -> Any:

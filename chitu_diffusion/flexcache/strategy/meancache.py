@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -27,6 +27,7 @@ class MeanCacheStrategy(ScheduledStrategy):
 
     params: MeanCache
     skips_trunk = False
+    start: ClassVar[dict[str, Any]] = {"signature": None, "output": None}
 
     def bind(self, sites: Sites, hook_map: HookMap) -> Refusal | None:
         return self._unsuited(getattr(sites.pipe, "scheduler", None)) or super().bind(sites, hook_map)
@@ -36,7 +37,7 @@ class MeanCacheStrategy(ScheduledStrategy):
         unsuited = self._unsuited(generation.scheduler)  # it may have been replaced after patching
         if unsuited is not None:
             raise RefusedError(f"{self.name}: {unsuited}")
-        vars(generation.memory(self)).update(latent.START, outputs={}, log=[], anchor=0, skipped=-1, sigmas=None)
+        vars(generation.memory(self)).update(latent.START, log=[], anchor=0, skipped=-1, sigmas=None)
 
     def _unsuited(self, scheduler: Any) -> Refusal | None:
         if self.params.window == 1 or isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
@@ -50,19 +51,31 @@ class MeanCacheStrategy(ScheduledStrategy):
     # -- each branch ------------------------------------------------------------------------------------------------
 
     def denoiser_in(self, call: Call) -> Any | None:
-        self.ledger.see(call)
+        self.see(call)
+        return copied(self.memory(call.branch).output) if self._in_gap(call) else None
+
+    def _in_gap(self, call: Call) -> bool:
         if not self.decide(call):
-            return None
-        state = call.generation.memory(self)
-        state.skipped = call.step.index
-        return copied(state.outputs[call.branch.ordinal][1])
+            return False
+        call.generation.memory(self).skipped = call.step.index
+        return True
 
     def possible(self, call: Call) -> bool:
-        known = call.generation.memory(self).outputs.get(call.branch.ordinal)
-        return known is not None and known[0] == signature(call)
+        memory = self.memory(call.branch)
+        return memory.signature is not None and memory.signature == call.signature
 
     def learn(self, call: Call) -> None:
-        call.generation.memory(self).outputs[call.branch.ordinal] = (signature(call), copied(call.sample))
+        memory = self.memory(call.branch)
+        memory.signature, memory.output = call.signature, copied(call.sample)
+
+    def denoiser_out(self, call: Call) -> None:
+        if not call.elsewhere:
+            return super().denoiser_out(call)
+        # The schedule and the shapes say what the rank does that runs this call, so that all ranks have the same gaps.
+        call.signature = signature(call)
+        if not self._in_gap(call):
+            vars(self.memory(call.branch)).update(run=0, signature=call.signature, output=None)
+        return None
 
     # -- the guided prediction --------------------------------------------------------------------------------------
 

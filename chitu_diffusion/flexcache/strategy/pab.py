@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from chitu_hooks import AttentionContext, Call, Feature, HookMap, Refusal, Sites
-from chitu_hooks.branches import signature
+from chitu_hooks.state import ACTIVE
 
 from ..kept import Recall, keep
 from ..params import PAB
@@ -59,15 +59,19 @@ class PABStrategy(Strategy):
     def attention(
         self, q_BSHD: torch.Tensor, k_BTHD: torch.Tensor, v_BTHD: torch.Tensor, ctx: AttentionContext
     ) -> torch.Tensor | None:
-        if ctx.site is None or ctx.frame is None or ctx.kind(q_BSHD.shape[1], k_BTHD.shape[1]) not in self.kinds:
+        queries, keys = q_BSHD.shape[1], k_BTHD.shape[1]
+        if ctx.site is None or ctx.frame is None or (kind := ctx.kind(queries, keys)) not in self.kinds:
             return None
         out = ctx.next(q_BSHD, k_BTHD, v_BTHD)
-        keep(ctx.site.layer, ctx.part, out, k_BTHD.shape[1])
+        layout = ACTIVE.layout
+        if layout is not None:  # the books are of whole calls, also where this rank has a share of the tokens
+            queries, keys = layout.whole(queries), keys if kind == "cross" else layout.whole(keys)
+        keep(ctx.site.layer, ctx.part, out, queries * keys)
         return out
 
     def possible(self, call: Call) -> bool:
         memory = self.memory(call.branch)
-        return bool(memory.outputs) and memory.signature == signature(call)
+        return bool(memory.outputs) and memory.signature == call.signature
 
     def wants(self, call: Call) -> bool:
         steps, position = call.generation.num_steps, call.step.position
@@ -77,7 +81,7 @@ class PABStrategy(Strategy):
         return first <= position < stop and (position - first) % self.params.interval != 0
 
     def learn(self, call: Call) -> None:
-        self.memory(call.branch).signature = signature(call)
+        self.memory(call.branch).signature = call.signature
 
     @property
     def full_budget(self) -> bool:

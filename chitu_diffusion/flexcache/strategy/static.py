@@ -18,6 +18,7 @@ class ScheduledStrategy(Strategy):
     def __init__(self, params: Scheduled) -> None:
         super().__init__(params)
         named = isinstance(params.steps, str) and params.budget is None
+        self._complete = False
         self._published = published_schedule(str(params.steps), self.name) if named else None
 
     def wants(self, call: Call) -> bool:
@@ -41,9 +42,10 @@ class ScheduledStrategy(Strategy):
 
     @property
     def full_budget(self) -> bool:
-        return self.ledger.wanted == 0
+        return self._complete
 
     def end(self, generation: Generation) -> None:
+        self._complete = set(range(generation.positions)) <= self.computed(generation)
         given = self.params.steps if isinstance(self.params.steps, tuple) else ()
         beyond = [step for step in given if generation.positions and step >= generation.positions]
         if beyond:

@@ -1,0 +1,279 @@
+"""Write `ChituBench/result.md` from the stored results: ``python ChituBench/scripts/report.py``.
+
+Every number in the tables and in the text around them is read from `ChituBench/results/`; a test writes the page again and
+finds no difference. After a new run, put its files there and run this.
+"""
+
+# ruff: noqa: E501 - the lines of the page are as they are on the page
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from chitu_diffusion.bench.results import summary
+from chitu_diffusion.bench.tables import section
+
+BENCH = Path(__file__).resolve().parent.parent
+PAGE = BENCH / "result.md"
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [
+        INTRODUCTION,
+        flexcache(),
+        overhead(_read("overhead")),
+        attention(_read("attention")),
+        parallel(_read("parallel")),
+        EMBEDDED,
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def main() -> None:
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE)
+
+
+def _read(name: str) -> Any:
+    return json.loads((BENCH / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+INTRODUCTION = """# Results
+
+Written by `python ChituBench/scripts/report.py` from the files in [results](results/overhead.json); do not edit by hand. What is not
+listed was not measured; what did not pay is in [negative results](../docs/negative-results.md)."""
+
+EMBEDDED = """## The embedded model
+
+See [demo_model](demo_model/README.md): recipe, bars and what was measured."""
+
+FLUX = (
+    "{machine}, bfloat16, FLUX.1-dev transformer shape (19 + 38 blocks, 24 heads of 128) with random weights, 4,096 image and 512\n"
+    "text tokens, batch 1; {versions}. Settings alternate within one process; numbers are medians."
+)
+
+
+# -- caches ------------------------------------------------------------------------------------------------------------
+
+
+def flexcache() -> str:
+    """Nothing where no run is stored."""
+    stored = BENCH / "results" / "flexcache.json"
+    if not stored.is_file():
+        return ""
+    parts = ["## Caches", READING]
+    parts += [f"![{text}](plots/{name})" for name, text in PLOTS.items() if (BENCH / "plots" / name).is_file()]
+    return "\n\n".join([*parts, section(summary([stored]))])
+
+
+READING = """`chitu bench flexcache` ([data](results/flexcache.json)). Each case is compared with the baseline of the same prompt, seed, noise, dtype
+and scheduler. *FLOPs ÷*: the baseline's over the case's, counted where modules really ran, the same way for every maker. *Denoise,
+speed-up*: median, least and most over calls that took turns with the baseline, one picture each. *Calls*: calls in which every block
+ran, of all calls, for each branch of guidance. *PSNR*: mean over pictures with its 95 % bootstrap interval over prompts; equal pictures
+count as 100 dB. *Held*: the most that our cache kept; what other makers' keep is seen in *peak* only, on a GPU. Bold: no other case
+is both faster and nearer. *Fewer steps* and *coarser grid* cost nothing and need no cache: a cache that is not above them does not pay."""
+PLOTS = {
+    "flexcache_tradeoff.png": "speed-up of denoising and PSNR of every case, a curve for each family",
+    "flexcache_sheet.png": "the first prompts drawn by the baseline and by each family at about the same compute",
+}
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+ROWS = {
+    "unhooked": "unhooked",
+    "plain patch": "plain `patch(pipe)`",
+    "static, every step computed": "`static`, every step computed (residuals kept)",
+    "every seam watched": "a feature that watches all four seams",
+}
+
+
+def overhead(data: dict[str, Any]) -> str:
+    """What the hooks cost."""
+    eager, compiled = data["eager"], data["compiled"]
+    rows = [
+        f"| {label} | {eager[key]['ms']:.1f} | {_ratio(eager[key])} | {compiled[key]['ms']:.1f} | {_ratio(compiled[key])} |"
+        for key, label in ROWS.items()
+    ]
+    skipped = f"| a skipped step | {eager['skipped step']['ms']:.2f} | | {compiled['skipped step']['ms']:.2f} | |"
+    where = FLUX.format(
+        machine=f"One {data['machine']}", versions=f"torch {data['torch']}, diffusers {data['diffusers']}"
+    )
+    return f"""## What the hooks cost
+
+{where}
+
+`{data["command"]}` ([data](results/overhead.json), commit {data["commit"]})
+
+| milliseconds a step | eager | ratio | compiled blocks | ratio |
+|---|---|---|---|---|
+{chr(10).join(rows)}
+{skipped}
+
+{eager["unhooked"]["samples"]} steps each; single steps spread from {_low(eager):.0f} to {_high(eager):.0f} ms eager and from \
+{_low(compiled):.0f} to {_high(compiled):.0f} ms compiled, so differences under about one per
+cent are none that can be seen. `patch(...)` with a cache and a kernel took {data["patch_ms"]["median"]:.1f} ms on the loaded pipeline, \
+{data["patch_ms"]["first"]:.1f} ms the
+first time; a check for diffusers' own caches that came later walks the modules once more.
+The Python of the block seam costs {data["block_us"]["static"]:.1f} µs a block call with `static` and {data["block_us"]["watcher"]:.1f} µs \
+with the feature that watches everything."""
+
+
+def _ratio(numbers: dict[str, Any]) -> str:
+    return "1" if numbers["ratio"] == 1 else f"{numbers['ratio']:.3f}"
+
+
+def _low(mode: dict[str, Any]) -> float:
+    return min(numbers["ms_low"] for numbers in mode.values() if "ms_low" in numbers)
+
+
+def _high(mode: dict[str, Any]) -> float:
+    return max(numbers["ms_high"] for numbers in mode.values() if "ms_high" in numbers)
+
+
+# -- attention kernels -------------------------------------------------------------------------------------------------
+
+KERNELS = {
+    "fa3": "`fa3` (fa3-fwd {fa3-fwd})",
+    "sdpa_cudnn": "`sdpa_cudnn`",
+    "diffusers:native": "diffusers `native`",
+    "diffusers:_native_cudnn": "diffusers `_native_cudnn`",
+    "sage": "`sage` {sageattention} (lossy)",
+    "sdpa_flash": "`sdpa_flash`",
+    "sdpa_efficient": "`sdpa_efficient`",
+}
+STEPS = {
+    "auto": '`attention="auto"`',
+    "fa3": '`attention="fa3"`',
+    "stock": "stock (diffusers `native`)",
+    "sdpa_cudnn": '`attention="sdpa_cudnn"`',
+    "diffusers' _native_cudnn": 'diffusers `set_attention_backend("_native_cudnn")`',
+    "diffusers' _native_flash": 'diffusers `set_attention_backend("_native_flash")`',
+    "sdpa_flash": '`attention="sdpa_flash"`',
+}
+BLOCK = 64
+"""Keys that sage takes at a time."""
+
+
+def attention(data: dict[str, Any]) -> str:
+    """Kernels at the shapes of well-known models, and FLUX steps with each of them."""
+    versions, shapes = data["versions"], data["shapes"]
+    names = f"torch {versions['torch']} (CUDA {versions['cuda']}, cuDNN {_cudnn(versions['cudnn'])}), diffusers {versions['diffusers']}"
+    rows = [_kernel_row(label.format_map(versions), kernel, shapes) for kernel, label in KERNELS.items()]
+    command = f"python ChituBench/scripts/{data['command']}"
+    even = next(r for r in data["grid"] if (r["dtype"], r["D"], r["S"]) == ("bfloat16", 64, 4096))["kernels"]
+    ragged = next(r for r in shapes if r["D"] == 64)
+    return f"""## Attention kernels
+
+One {data["machine"]["gpu"]}, bfloat16, no masks; {names}; medians of calls that take turns in one process.
+
+`{command}` ([data](results/attention.json), commit {data["commit"]})
+
+![TFLOP/s of each kernel at four shapes](plots/attention_kernels.png)
+
+| TFLOP/s | {" | ".join(row["shape"] for row in shapes)} |
+|{"---|" * (len(shapes) + 1)}
+| batch × heads × tokens × head dim | {" | ".join(f"{r['B']}×{r['H']}×{r['S']}×{r['D']}" for r in shapes)} |
+{chr(10).join(rows)}
+
+`sage` {versions["sageattention"]} masks no scores behind the last key: with a number of keys that is no multiple of {BLOCK} the rest of the last
+block counts as keys with score 0. Chitu refuses such lengths since; the speeds in brackets are of that wrong sum. Not measured: \
+{_unusable(data)}.
+
+cuDNN and FlashAttention-3 are even at {even["fa3"]["tflops"]:.0f} and {even["sdpa_cudnn"]["tflops"]:.0f} TFLOP/s with 4,096 tokens of head dim 64, and \
+{ragged["kernels"]["fa3"]["tflops"] / ragged["kernels"]["sdpa_cudnn"]["tflops"]:.2f} times apart at {ragged["shape"]}'s {ragged["S"]:,}: a table
+made from round lengths alone would not show that, so the table of `auto` counts the named shapes too.
+
+![milliseconds of a FLUX step with each kernel](plots/attention_steps.png)
+
+{_steps(data["steps"])}
+
+FLUX.1-dev shape as above. Eager steps are bound by the launches of the host, so a faster kernel shows little there. `auto` and `fa3`
+run the same kernel: what is between them is the noise of this run."""
+
+
+def _cudnn(number: str) -> str:
+    """91900 is 9.19.0."""
+    return f"{int(number) // 10000}.{int(number) // 100 % 100}.{int(number) % 100}"
+
+
+def _kernel_row(label: str, kernel: str, shapes: list[dict[str, Any]]) -> str:
+    cells = []
+    for row in shapes:
+        value = row["kernels"][kernel]["tflops"]
+        best = value == max(numbers["tflops"] for numbers in row["kernels"].values())
+        wrong = kernel == "sage" and row["S"] % BLOCK
+        cells.append(f"**{value:.0f}**" if best else f"({value:.0f})" if wrong else f"{value:.0f}")
+    return f"| {label} | {' | '.join(cells)} |"
+
+
+def _unusable(data: dict[str, Any]) -> str:
+    own = {name: reason for name, reason in data["unusable"].items() if not name.startswith("diffusers:")}
+    return "; ".join(f"`{name}`, {reason.removesuffix(': not measured')}" for name, reason in own.items())
+
+
+def _steps(modes: list[dict[str, Any]]) -> str:
+    names = {"eager": "eager", "compiled": "compiled blocks"}
+    head = " | ".join(f"{names[mode['mode']]} | ratio to stock" for mode in modes)
+    lines = [f"| FLUX step, ms | {head} |", "|" + "---|" * (1 + 2 * len(modes))]
+    for key, label in STEPS.items():
+        cells = []
+        for mode in modes:
+            found = mode["candidates"][key]
+            best = found["median_ms"] == min(c["median_ms"] for c in mode["candidates"].values())
+            value, ratio = f"{found['median_ms']:.1f}", found["ratio_to_stock"]
+            cells += [f"**{value}**" if best else value, "1" if ratio == 1 else f"{ratio:.3f}"]
+        if key == "auto":
+            label += f" ({_chosen(modes[0])})"
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _chosen(mode: dict[str, Any]) -> str:
+    return ", ".join(f"`{kernel}` for {call}" for call, kernel in mode["chosen"]["auto"]["chosen"].items())
+
+
+# -- several GPUs ------------------------------------------------------------------------------------------------------
+
+FLUX_SIZES = {"flux-1024": "1024²", "flux-2048": "2048²"}
+
+
+def parallel(data: dict[str, Any]) -> str:
+    """The FLUX shape on two GPUs, ours and diffusers' own, from runs that followed each other on one machine."""
+    first = data["runs"][0]
+    parts = []
+    for shape, size in FLUX_SIZES.items():
+        rows = {title: row for run in data["runs"] for title, row in run["shapes"].get(shape, {}).items()}
+        single = min(row["ms"] for title, row in rows.items() if title.startswith("one GPU"))
+        lines = [f"| {size} | ms a step | over the fastest single GPU | collectives | idle |", "|---|---|---|---|---|"]
+        for title, row in sorted(rows.items(), key=lambda item: -item[1]["ms"]):
+            where = row["where_ms"]
+            lines.append(
+                f"| {title} | {row['ms']:.1f} | {single / row['ms']:.2f}× | {where.get('collective', 0):.1f} | {where['idle']:.1f} |"
+            )
+        parts.append("\n".join(lines))
+    commands = "\n".join(
+        f"torchrun --standalone --nproc-per-node 2 ChituBench/scripts/{run['command']}" for run in data["runs"]
+    )
+    return f"""## Two GPUs, one picture
+
+{first["ranks"]} × {first["machine"]["gpu"]}, bfloat16, FLUX.1-dev shape with random weights, compiled blocks; torch {first["versions"]["torch"]}, \
+diffusers {first["versions"]["diffusers"]}; *ours* with `attention="auto"` (fa3).
+A first measurement, in two runs a minute apart on one machine ([data](results/parallel.json)):
+
+```
+{commands}
+```
+
+{(chr(10) * 2).join(parts)}
+
+Every mode gave the picture of one GPU within 0.4 % (2-norm of the latents, bfloat16). *Collectives* and *idle* are milliseconds of
+a step in which the GPU exchanged, or did nothing: at 1024² the host is what is waited for. Letting inductor move the exchanges
+(*overlapped*) made steps slower."""
+
+
+if __name__ == "__main__":
+    main()

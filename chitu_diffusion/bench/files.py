@@ -1,0 +1,56 @@
+"""Files of the bench: where the shipped ones are, and writing that leaves whole files or none."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .errors import BenchError
+
+
+def data_folder() -> Path:
+    """Shipped cases and prompts: inside the package in the wheel, `ChituBench/` beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    shipped = package / "_bench"
+    return shipped if shipped.is_dir() else package.parent / "ChituBench"
+
+
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` fill a file beside `path`, and move it there when it is whole.
+
+    Raises:
+        BenchError: it cannot be written, on a full disk for example. What was there before is still there.
+    """
+    half = path.with_name(f"{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(half)
+        half.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            half.unlink()
+        raise BenchError(
+            f"{str(path)!r} cannot be written: {error.strerror or error}; what was stored before is kept, and the same "
+            "command continues from there"
+        ) from error
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write `data` as JSON; raises what `write_whole` raises."""
+    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    write_whole(path, lambda half: half.write_text(text, encoding="utf-8"))
+
+
+def read_json(path: Path) -> Any:
+    """What `write_json` wrote.
+
+    Raises:
+        BenchError: there is no such file, or it is no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BenchError(f"{str(path)!r} cannot be read: {' '.join(str(error).split())}") from None

@@ -1,0 +1,131 @@
+"""What really ran: FLOPs and blocks of every denoiser call, counted at the leaf modules, whoever decided to skip them.
+
+Our caches skip at the block seam, diffusers' inside a block's forward, cache-dit before the blocks are called at all. A
+leaf module (a linear layer, a convolution) that runs is seen in every case, so all are counted in one unit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from chitu_diffusion.flexcache.flops import flops_by_module, spec_of
+from chitu_diffusion.runtime.metrics import is_last
+from chitu_hooks import Call, Feature, Generation, Order, StepCall
+
+FULL, PART, SKIPPED = "full", "part", "skipped"
+"""A denoiser call in which every block ran, some did, or none."""
+
+
+def leaf_flops(denoiser: nn.Module, args: Any, kwargs: Any) -> dict[str, float]:
+    """Dotted path of each leaf module -> FLOPs that go with one call of it; together they are those of the call.
+
+    What a module does outside its children, such as attention, goes with the first leaf inside it that is run.
+    """
+    _, counts = flops_by_module(denoiser, args, kwargs)
+    root = type(denoiser).__name__
+    totals = {path.removeprefix(root).removeprefix("."): sum(ops.values()) for path, ops in counts.items()}
+    totals.pop("Global")
+    leaves = {path for path, module in denoiser.named_modules() if not any(module.children())}
+    own = {path: float(total) for path, total in totals.items()}
+    for path, total in totals.items():
+        if path:
+            own[_parent(path, totals)] -= total
+    found = {path: own[path] for path in totals if path in leaves}
+    for path, flops in own.items():
+        if path not in leaves and flops:
+            first = next(leaf for leaf in found if not path or leaf.startswith(f"{path}."))
+            found[first] += flops
+    return found
+
+
+def _parent(path: str, known: dict[str, Any]) -> str:
+    """The nearest module above `path` that the counter lists; the model itself is the empty path."""
+    while path:
+        path = path.rpartition(".")[0]
+        if path in known:
+            return path
+    return ""
+
+
+class Watcher(Feature):
+    """Looks on at one generation: what ran, and the last latents.
+
+    Attributes:
+        flops: of all denoiser calls, for all pictures of the batch.
+        calls: ``denoiser/branch`` -> full, part or skipped -> number of calls.
+        latents: what the last ``scheduler.step`` returned.
+    """
+
+    name = "bench"
+    exactness = "exact"
+    order = Order.CLOCK
+
+    def __init__(self, on_step: Callable[[], None] = lambda: None) -> None:
+        self.on_step = on_step
+        self.flops = 0.0
+        self.calls: dict[str, Counter[str]] = {}
+        self.latents: torch.Tensor | None = None
+        self.problem: str | None = None
+        """Why FLOPs are not known."""
+        self._ran: Counter[str] = Counter()
+        self._leaves: dict[str, dict[str, float]] = {}
+
+    @contextlib.contextmanager
+    def at(self, denoisers: list[Any]) -> Iterator[Watcher]:
+        """Stand at every leaf module of `denoisers`, which are sites of a handle."""
+        with contextlib.ExitStack() as hooks:
+            for site in denoisers:
+                for path, module in site.inner.named_modules():
+                    if not any(module.children()):
+                        hook = module.register_forward_pre_hook(self._passing(path))
+                        hooks.callback(hook.remove)
+            yield self
+
+    def _passing(self, path: str) -> Callable[..., None]:
+        def passing(module: nn.Module, args: Any) -> None:
+            self._ran[path] += 1
+
+        return passing
+
+    def begin(self, generation: Generation) -> None:
+        self.flops, self.calls, self.latents = 0.0, {}, None
+
+    def denoiser_in(self, call: Call) -> None:
+        self._ran.clear()
+        call.branch.memory(self).specs = (spec_of(call.args), spec_of(call.kwargs))
+
+    def denoiser_out(self, call: Call) -> None:
+        leaves = self._of(call)
+        self.flops += sum(leaves.get(path, 0.0) * count for path, count in self._ran.items())
+        blocks = [f"{block.path}." for stack in call.denoiser.stacks for block in stack.blocks]
+        ran = sum(any(path.startswith(block) for path in self._ran) for block in blocks)
+        kind = FULL if ran == len(blocks) else PART if ran else SKIPPED
+        self.calls.setdefault(f"{call.denoiser.name}/{call.branch.name}", Counter())[kind] += 1
+
+    def step_out(self, step: StepCall) -> None:
+        self.on_step()
+        if is_last(step):
+            self.latents = step.next_sample
+
+    def end(self, generation: Generation) -> None:
+        # Attention that was recalled in the attention seam: the layers around it ran, and it went with the first of them.
+        self.flops -= generation.saved_flops
+
+    def _of(self, call: Call) -> dict[str, float]:
+        """FLOPs by leaf, for the shapes of this call."""
+        args, kwargs = call.branch.memory(self).specs
+        key = repr((call.denoiser.name, args, kwargs))
+        if key not in self._leaves:
+            try:
+                self._leaves[key] = leaf_flops(call.denoiser.inner, args, kwargs)
+            except (RuntimeError, NotImplementedError, AttributeError, TypeError, KeyError) as error:
+                lines = str(error).splitlines() or [""]
+                self.problem = f"{type(call.denoiser.inner).__name__} does not run on the meta device: {lines[0][:120]}"
+                self._leaves[key] = {}
+        return self._leaves[key]

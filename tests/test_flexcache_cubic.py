@@ -1,0 +1,200 @@
+"""`cubic` against a reference that gathers nothing: all tokens are computed, and frozen ones then get what they had before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from caches import ACTS, REFUSED, STEPS, Log
+from probes import difference
+from ranks import on_ranks
+from tiny import ALL, build, run
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from variants import flux_controlnet, flux_ip_adapter, sd3_controlnet
+
+from chitu_diffusion import Cubic, Parallel, patch
+from chitu_diffusion.flexcache.frozen import mask_of_fewer
+from chitu_diffusion.flexcache.regions import places_above
+from chitu_hooks import RefusedError
+
+pytestmark = pytest.mark.filterwarnings("ignore::chitu_hooks.ChituWarning")
+PARAMS = Cubic(warmup=3, static=0.3, medium=0.6, static_interval=5, medium_interval=2, region=3, cooldown=1)
+SIZES: dict[str, dict[str, Any]] = {"flux": {}, "sd3": {}, "wan": {"height": 64, "width": 64}}
+TEXT_FIRST = {"flux": True, "sd3": False, "wan": False}
+FIRST = {"flux": "transformer_blocks", "sd3": "transformer_blocks", "wan": "blocks"}
+
+
+def normalised(x: torch.Tensor) -> torch.Tensor:
+    x = x.double()
+    return (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+
+
+def scores(seen: list[torch.Tensor], region: int) -> list[float]:
+    """The score of each token, region by region and pair by pair; `seen` are (B, S, C) of the steps before."""
+    tokens, later, result = seen[0].shape[1], len(seen) // 2, []
+    changes = []
+    for start in range(0, tokens, region):
+        first = min(start, tokens - region)
+        pairs = [(i, j) for i in range(first, first + region) for j in range(first, first + region)]
+        d = [[(x[:, i] - x[:, j]).norm(dim=-1) for i, j in pairs] for x in map(normalised, seen)]
+        steps = range(len(seen) - later)
+        moved = [abs(d[t + later][p] - d[t][p]) for t in steps for p in range(len(pairs))]
+        changes.append(torch.stack(moved).mean(0))
+    change = torch.stack(changes, 1)
+    low, high = change.min(1, keepdim=True)[0], change.max(1, keepdim=True)[0]
+    for score in ((change - low) / (high - low)).max(0)[0].tolist():
+        result += [score] * region
+    return result[:tokens]
+
+
+class Reference:
+    """Hooks on a stock pipeline with which every token is computed, and frozen ones are then given what they had before."""
+
+    def __init__(self, name: str, params: Cubic) -> None:
+        self.name, self.params, self.memories = name, params, {}
+        self.call, self.layer, self.frozen, self.counts = -1, 0, [], []
+        self.sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def begins(self, block: Any, args: Any, kwargs: Any) -> None:
+        self.call, self.layer = self.call + 1, 0
+        position, branch = divmod(self.call, ALL[self.name].branches)
+        m = self.m = self.memories.setdefault(branch, {"seen": [], "keys": {}})
+        self.entry = (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]).clone()
+        self.frozen = self.frozen_at(position, m)
+        self.counts.append(self.entry.shape[1] - len(self.frozen))
+        if not self.frozen:
+            m["full"] = m["medium"] = position
+
+    def frozen_at(self, position: int, m: dict[str, Any]) -> list[int]:
+        p = self.params
+        if position < p.warmup or position >= STEPS - p.cooldown:
+            return []
+        if "scores" not in m:
+            m["scores"] = scores(m["seen"], p.region)
+        if position - m["full"] >= p.static_interval:
+            return []
+        limit = p.medium
+        if position - m["medium"] >= p.medium_interval:
+            m["medium"], limit = position, p.static
+        return [i for i, score in enumerate(m["scores"]) if score < limit]
+
+    def attention(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        tokens = self.entry.shape[1]
+        if query.shape[2] == key.shape[2] >= tokens:
+            offset = key.shape[2] - tokens if TEXT_FIRST[self.name] else 0
+            places = [offset + i for i in self.frozen]
+            key, value = key.clone(), value.clone()
+            if places:
+                old_key, old_value = self.m["keys"][self.layer]
+                key[:, :, places], value[:, :, places] = old_key[:, :, places], old_value[:, :, places]
+            self.m["keys"][self.layer] = key, value
+            self.layer += 1
+        return self.sdpa(query, key, value, *args, **kwargs)
+
+    def ends(self, norm: Any, args: Any) -> Any:
+        x, m = args[0].clone(), self.m
+        if self.frozen:
+            x[:, self.frozen] = self.entry[:, self.frozen] + m["added"][:, self.frozen]
+        else:
+            m["seen"].append(x.clone())
+        m["added"] = x - self.entry
+        return (x, *args[1:])
+
+    def run(self, **over: Any) -> torch.Tensor:
+        transformer = (pipe := build(self.name)).transformer
+        getattr(transformer, FIRST[self.name])[0].register_forward_pre_hook(self.begins, with_kwargs=True)
+        transformer.norm_out.register_forward_pre_hook(self.ends)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(torch.nn.functional, "scaled_dot_product_attention", self.attention)
+            return run(self.name, pipe, STEPS, **over)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", SIZES)
+def test_cubic(name: str, batch: int) -> None:
+    reference = Reference(name, PARAMS)
+    expected = reference.run(batch=batch, **SIZES[name])
+    branches = ALL[name].branches
+    for branch in range(branches):
+        sizes = set(reference.counts[branch::branches])
+        assert len(sizes) == 3, "all tokens, those that are not static, and the active ones"
+    pipe, log = build(name), Log()
+    stock = run(name, pipe, STEPS, batch=batch, **SIZES[name])
+    seen: list[int] = []
+    pipe.transformer.get_submodule(FIRST[name])[1].register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(
+            (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]).shape[1]
+        ),
+        with_kwargs=True,
+    )
+    with patch(pipe, cache=PARAMS, features=(log,)) as handle:
+        result = run(name, pipe, STEPS, batch=batch, **SIZES[name])
+        report = handle.report().features[-1]
+    assert seen == reference.counts, "blocks are handed the active tokens only"
+    assert log.hits == report["hits"] == sum(count < max(seen) for count in seen) > 0
+    assert report["batch_coupled"] and report["bytes_held"] > 0
+    assert difference(result, expected) < 1e-5
+    assert difference(result, stock) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3", "wan", "zimage", "qwen"])
+def test_flops_are_those_that_were_done(name: str) -> None:
+    """The books say what torch's counter counts in the run itself."""
+    pipe = build(name)
+    with patch(pipe, cache=ACTS["cubic"]) as handle, sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as counter:
+            run(name, pipe, STEPS)
+        flops = handle.report().features[0]["flops"]
+    assert 0 < flops["saved"] == flops["full"] - flops["spent"]
+    assert flops["spent"] == sum(counter.get_flop_counts()[type(pipe.transformer).__name__].values())
+
+
+@pytest.mark.parametrize("make", [flux_controlnet, sd3_controlnet, flux_ip_adapter])
+def test_what_is_added_between_blocks_is_cut_too(make: Any) -> None:
+    variant = make()
+    stock = variant.call()
+    with patch(variant.pipe, cache=ACTS["cubic"]) as handle:
+        result = variant.call()
+        assert handle.report().features[0]["hits"] > 0
+    assert result.isfinite().all() and difference(result, stock) > 0
+
+
+def test_masks() -> None:
+    """A mask of all queries loses rows; one of the fresh keys gets columns that hide nothing."""
+    mask, places = torch.rand(1, 1, 6, 6) > 0.5, torch.tensor([0, 1, 4])
+    assert torch.equal(mask_of_fewer(mask, places, 6), mask[:, :, [0, 1, 4]])
+    assert torch.equal(mask_of_fewer(mask[:, :, :1], places, 6), mask[:, :, :1])
+    fresh = torch.tensor([[[[False, True, True]]]])
+    assert mask_of_fewer(fresh, places, 6).flatten().tolist() == [False, True, True, True, True, True]
+    added = torch.tensor([[[[-9.0, 0.0, 0.0]]]])
+    assert mask_of_fewer(added, places, 6).flatten().tolist() == [-9.0, 0, 0, 0, 0, 0]
+
+
+def test_the_last_region_reaches_back() -> None:
+    places = places_above(torch.tensor([0.1, 0.9, 0.5]), 0.5, 3, 8)
+    assert places is not None and places.tolist() == [3, 4, 5, 6, 7]
+    assert places_above(torch.tensor([0.1, 0.9]), 0.1, 3, 5) is None
+
+
+@pytest.mark.parametrize("name", REFUSED["cubic"])
+def test_refused_by_name(name: str) -> None:
+    with pytest.raises(
+        RefusedError, match=r"cubic: the hook map '\w+' \(registry\) does not say which arguments of transformer"
+    ):
+        patch(build(name), cache=Cubic())
+
+
+def with_context(rank: int) -> str:
+    try:
+        patch(build("flux"), cache=Cubic(), parallel=Parallel(ulysses=2))
+    except RefusedError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.multiprocess
+def test_refused_with_context_parallelism() -> None:
+    for told in on_ranks(with_context, 2):
+        assert told.startswith("cubic: context parallelism spreads the tokens over ranks")
