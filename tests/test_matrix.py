@@ -11,7 +11,6 @@ import test_house
 from matrix import modes, report, strategies
 from matrix.table import ENTRIES, NOT_BUILT, Bare, Model, Whole, models, transformer_classes, variations
 
-from chitu_diffusion.flexcache.params import PARAMS
 from chitu_hooks import Call, attention
 
 DOCS = test_house.ROOT / "docs"
@@ -68,7 +67,7 @@ def test_nothing_is_missing_and_nothing_fails() -> None:
     assert set(ENTRIES) <= set(transformer_classes())
     for line in [*found["models"], *found["variants"]]:
         cells = [*line["modes"].values(), *line["strategies"].values()]
-        assert len(cells) == len(modes.MODES) + len(PARAMS)
+        assert len(cells) == len(modes.MODES) + len(strategies.STRATEGIES)
         assert {cell["state"] for cell in cells} <= {"works", "refused", "scoped out"}
         assert all(cell["note"] for cell in cells if cell["state"] != "works")
 
