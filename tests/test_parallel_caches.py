@@ -139,7 +139,7 @@ def test_a_cache_gives_what_it_gives_alone(found: list[dict[Any, Any]], name: st
     assert found[0][name, key, mode][2] == found[1][name, key, mode][2] or "cfg" in mode
 
 
-@pytest.mark.parametrize("key", ACTS)
+@pytest.mark.parametrize("key", WHOLE)
 @pytest.mark.parametrize("name", NAMES)
 def test_flops_are_of_whole_calls_and_of_this_ranks_part_of_guidance(
     found: list[dict[Any, Any]], name: str, key: str
