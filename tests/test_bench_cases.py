@@ -40,6 +40,7 @@ def test_the_shipped_file_has_every_strategy_every_peer_and_the_free_ones() -> N
         ("cases: [{use: fbcach}]", "case 1: no cache 'fbcach'; nearest: fbcache"),
         ("cases: [{use: static, params: {steps: uniform, budgt: 3}}]", "no parameter 'budgt'; nearest: budget"),
         ("cases: [{use: fbcache}, {usee: static}]", "case 2: unknown key 'usee'; nearest: use"),
+        ("cases: [{use: fbcache, params: {on: 1}}]", "YAML reads True as a bool; quote it"),
         ("case: []", "is to hold `cases`"),
         ("stepz: 3\ncases: [{use: fbcache}]", "unknown key 'stepz'; nearest: steps"),
         ("cases: [{kind: difusers, use: magcache}]", "no kind 'difusers'; nearest: diffusers"),

@@ -61,7 +61,7 @@ def test_every_field_is_explained(cls: type[Params]) -> None:
         (MagCache, {"ratios": (1.0, 0.0)}, "magcache: ratios are numbers above 0"),
         (EasyCache, {"threshold": None}, "easycache: threshold is a number from 0, not None"),
         (TaylorSeer, {"interval": 0}, "taylorseer: interval is a whole number from 1, not 0"),
-        (TaylorSeer, {"on": "featur"}, "taylorseer: on is residual or feature, not 'featur'; nearest: feature"),
+        (TaylorSeer, {"of": "featur"}, "taylorseer: of is residual or feature, not 'featur'; nearest: feature"),
         (
             Static,
             {"steps": (0,), "forecast": "line"},
@@ -112,7 +112,7 @@ WORDS: dict[str, list[str]] = {
     "blockdance": ["boundary=0.5", "group=3"],
     "pab": ["interval=3", "kinds=self"],
     "cubic": ["warmup=2", "static=0.4", "medium=0.7", "static_interval=5", "medium_interval=2", "region=2"],
-    "taylorseer": ["interval=3", "order=2", "on=feature"],
+    "taylorseer": ["interval=3", "order=2", "of=feature"],
 }
 
 

@@ -205,7 +205,7 @@ def test_consecutive_reuse_of_attention_is_limited_too() -> None:
 
 
 def test_a_model_that_writes_into_its_trunks_output_spoils_no_forecast() -> None:
-    pipe, params = build("flux"), TaylorSeer(order=0, interval=3, on="feature")
+    pipe, params = build("flux"), TaylorSeer(order=0, interval=3, of="feature")
 
     def write(module: Any, args: Any) -> None:
         args[0].mul_(1.0).add_(1.0)

@@ -25,6 +25,7 @@ def page() -> str:
         INTRODUCTION,
         flexcache(),
         overhead(_read("overhead")),
+        skipped_steps(),
         attention(_read("attention")),
         parallel(_read("parallel")),
         EMBEDDED,
@@ -132,6 +133,58 @@ def _low(mode: dict[str, Any]) -> float:
 
 def _high(mode: dict[str, Any]) -> float:
     return max(numbers["ms_high"] for numbers in mode.values() if "ms_high" in numbers)
+
+
+# -- skipped steps -----------------------------------------------------------------------------------------------------
+
+
+def skipped_steps() -> str:
+    """Nothing where no run is stored."""
+    stored = BENCH / "results" / "skipped_step.json"
+    return skipped_step(_read("skipped_step")) if stored.is_file() else ""
+
+
+def skipped_step(data: dict[str, Any]) -> str:
+    """What a skipped step costs with each strategy, and what deciding does."""
+    versions, machine = data["versions"], data["machine"]
+    modes = [mode for mode in ("eager", "compiled") if mode in data]
+    rows = []
+    for name in data[modes[0]]:
+        found = [data[mode][name] for mode in modes]
+        cells = [f"{row['beyond_ms']:.2f}" + (f" + {row['front_ms']:.2f}" if row["front_ms"] else "") for row in found]
+        cells += [f"{row['decision_ms']:.3f}" for row in found]
+        rows.append(f"| `{name}` | {' | '.join(cells)} | {found[0]['reads']} | {found[0]['bytes_held'] / 2**20:.1f} |")
+    names = {"eager": "eager", "compiled": "compiled blocks"}
+    heads = [f"skipped step, ms, {names[mode]}" for mode in modes] + [f"decision, ms, {names[mode]}" for mode in modes]
+    where = FLUX.format(
+        machine=f"One {machine.get('gpu', machine.get('cpu'))}",
+        versions=f"torch {versions['torch']}, diffusers {versions['diffusers']}",
+    )
+    bars = data["bars"]
+    return f"""## What a skipped step costs
+
+{where}
+
+`python ChituBench/scripts/{data["command"]}` ([data](results/skipped_step.json), commit {data["commit"]})
+
+| strategy | {" | ".join(heads)} | reads of the device | held, MiB |
+|{"---|" * (len(heads) + 3)}
+{chr(10).join(rows)}
+
+Asked for: a skipped step within {bars["beyond_ms"]} ms, deciding within {bars["decision_ms"]} ms and {bars["reads"]} read of the device, none \
+where the schedule is known before; {_over(data, modes)}.
+`fbcache` computes the front block in every step, that is its method: *a + b* are the step beyond that block, and the block."""
+
+
+def _over(data: dict[str, Any], modes: list[str]) -> str:
+    over = [
+        f"`{name}` {mode} ({key} {row[key]:.3g})"
+        for mode in modes
+        for name, row in data[mode].items()
+        for key, bar in data["bars"].items()
+        if row[key] > bar
+    ]
+    return f"over that: {', '.join(over)}" if over else "all of them are"
 
 
 # -- attention kernels -------------------------------------------------------------------------------------------------

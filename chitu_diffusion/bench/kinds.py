@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+import torch
+
 from chitu_diffusion import patch
 from chitu_diffusion.flexcache import make_params, make_strategy
 from chitu_diffusion.flexcache.schedule import growing, uniform
@@ -196,6 +198,8 @@ class Diffusers(Kind):
         for name, value in params.items():
             if isinstance(value, list) and name.endswith("_range"):
                 params[name] = tuple(value)
+            if name.endswith("_dtype"):
+                params[name] = getattr(torch, str(value))
         config = self._config_class(case, set(params))(**params)
         with patch(pipe, hook_map=setting.hook_map) as handle:
             denoisers = [site.inner for site in handle.sites.denoisers]

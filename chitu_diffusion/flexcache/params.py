@@ -244,7 +244,7 @@ class TaylorSeer(Params):
     """Compute one position in this many after `warmup`, at least 1; 1 computes all."""
     order: int = 1
     """Highest difference that is used, 0 to 4; 0 holds the last value."""
-    on: str = "residual"
+    of: str = "residual"
     """What is forecast: `residual`, what the trunk adds to this step's input; `feature`, what leaves the trunk, whatever
     went in."""
     warmup: int = 3
@@ -254,7 +254,7 @@ class TaylorSeer(Params):
         super().__post_init__()
         self._whole("interval", least=1)
         self._whole("order", least=0, most=4)
-        self._word("on", ("residual", "feature"))
+        self._word("of", ("residual", "feature"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,5 +51,5 @@ class OnFeature(TaylorSeerStrategy):
 
 
 def taylorseer(params: TaylorSeer) -> Strategy:
-    """The strategy that forecasts what ``params.on`` says."""
-    return (OnFeature if params.on == "feature" else TaylorSeerStrategy)(params)
+    """The strategy that forecasts what ``params.of`` says."""
+    return (OnFeature if params.of == "feature" else TaylorSeerStrategy)(params)
