@@ -72,6 +72,8 @@ class Bench:
         self.stock = {block: block._compiled_call_impl for block in self._blocks()}
         self.arguments = shape.arguments(device, self.dtype, self.steps)
         self.expected: torch.Tensor | None = None
+        self.classes: set[type] = set()
+        """Hooked classes of processors, which are gone with the last handle, and what was compiled for them too."""
 
     def _blocks(self) -> list[torch.nn.Module]:
         repeated = set(getattr(self.model, "_repeated_blocks", ()))
@@ -111,6 +113,7 @@ class Bench:
             if mode.parallel or mode.patched:
                 parallel = Parallel(**mode.parallel) if mode.parallel else None
                 handle = stack.enter_context(patch(self.pipe, attention=mode.attention, parallel=parallel))
+                self.classes |= {type(m.processor) for m in self.model.modules() if hasattr(m, "processor")}
                 stack.callback(lambda: told.update(features=handle.report().to_dict()["features"]))
             if graphs is not None:
                 stack.callback(lambda: told.update(replays=graphs.replays))
