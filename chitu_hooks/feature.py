@@ -155,7 +155,7 @@ class Feature:
 
         Returns:
             The (B, S, H, D) output and the float32 (B, H, S) log of the sums of exp(scale q·k), or None to leave the part
-            to torch. A feature that overrides `attention` and not this is refused where parts are asked for.
+            to features further in. A feature that overrides `attention` and not this is refused where parts are asked for.
         """
         return None
 

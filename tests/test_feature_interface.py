@@ -11,6 +11,7 @@ from snapshot import changes, snapshot
 from tiny import build, run
 
 import chitu_hooks
+from chitu_diffusion.attention.parts import TorchInParts
 from chitu_hooks import Feature, HookMap, Order, Refusal, Stack, patch, seam
 
 METHODS = {
@@ -196,6 +197,6 @@ def test_a_feature_that_gives_parts_only_is_run() -> None:
             return None
 
     parts = Parts()
-    with patch(build("flux"), [InParts(), parts]) as handle:
+    with patch(build("flux"), [InParts(), parts, TorchInParts()]) as handle:
         run("flux", handle.pipe, 2)
     assert parts.calls > 0
