@@ -18,6 +18,11 @@ OPTIONS = {
         "--minutes", "--lpips", "--negative-prompt", "--guidance", "--height", "--width", "--num-frames", "--set",
         "--model", "--hook-map", "--dtype", "--device", "--require-gpu", "--output",
     ],
+    "parallel": [
+        "--nproc", "--modes", "--peers", "--repeats", "--compile", "--attention", "--prompt", "--negative-prompt",
+        "--steps", "--guidance", "--height", "--width", "--num-frames", "--seed", "--set", "--model", "--hook-map",
+        "--dtype", "--device", "--require-gpu", "--output",
+    ],
     "collect": ["--output", "--ratio"],
 }  # fmt: skip
 

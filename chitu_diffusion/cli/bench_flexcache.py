@@ -63,7 +63,8 @@ def flexcache(
         int, _option(PLAN, "--workers", "Processes that draw, each with the model; timing is done alone.", "N")
     ] = 1,
     minutes: Annotated[
-        float | None, _option(PLAN, "--minutes", "Stop between two cases after so long; continue later.", "MINUTES")
+        float | None,
+        _option(PLAN, "--minutes", "Begin nothing that would take longer than this; continue later.", "MINUTES"),
     ] = None,
     lpips: Annotated[
         bool, _option(PLAN, "--lpips", "LPIPS too, with the eval extra; its weights may have to be downloaded.")
@@ -97,8 +98,9 @@ def flexcache(
     prompt_lines = o.read_prompts(None, prompts_file(prompts or "flexcache"))[:limit]
     o.need_diffusers()
     from chitu_diffusion.bench.cases import default_cases, load_cases
-    from chitu_diffusion.bench.flexcache import Plan, run
+    from chitu_diffusion.bench.flexcache_run import run
     from chitu_diffusion.bench.kinds import PEERS
+    from chitu_diffusion.bench.plan import Plan
     from chitu_diffusion.bench.publish import publish
     from chitu_diffusion.runtime import DiffusionTask
     from chitu_diffusion.runtime.generator import with_defaults
@@ -127,8 +129,11 @@ def flexcache(
     except KeyboardInterrupt:
         say(f"interrupted; what was measured is in {output}, and the same command continues there")
         sys.exit(130)
-    if bench.out_of_time and (bench.open_cases("quality") or bench.open_cases("timing")):
-        say("not all cases have been measured; the same command continues")
+    if bench.missing_seconds is not None:
+        say(
+            f"not all cases have been measured, and the next step, of about {bench.missing_seconds / 60:.1f} min, does not fit; "
+            "the same command continues"
+        )
     for path in publish([output], output):
         print(path)
 
