@@ -8,6 +8,7 @@ import pytest
 
 from chitu_diffusion.bench.cases import Case, default_cases, load_cases
 from chitu_diffusion.bench.errors import BenchError
+from chitu_diffusion.bench.files import prompts_file
 from chitu_diffusion.bench.kinds import PEERS
 from chitu_diffusion.flexcache.params import PARAMS
 
@@ -32,6 +33,21 @@ def test_the_shipped_file_has_every_strategy_every_peer_and_the_free_ones() -> N
     assert {case.kind for case in cases} == {"chitu", "fewer steps", "coarser grid", *PEERS}
     quick = [case for case in cases if case.quick]
     assert 5 <= len(quick) <= 8 and {case.steps for case in quick} == {28}
+
+
+@pytest.mark.parametrize("path", sorted(default_cases().parent.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_file_can_be_run(path: Path) -> None:
+    assert load_cases(path)
+
+
+def test_the_shipped_prompts_are_divided_into_tuning_and_test(tmp_path: Path) -> None:
+    whole, tuning, test = (
+        Path(prompts_file(name)).read_text().splitlines() for name in ("flexcache", "tuning", "test")
+    )
+    assert whole == tuning + test and len(tuning) == 8 and len(set(whole)) == 32
+    own = tmp_path / "test"
+    own.touch()
+    assert prompts_file(str(own)) == str(own) and prompts_file("mine.txt") == "mine.txt"
 
 
 @pytest.mark.parametrize(

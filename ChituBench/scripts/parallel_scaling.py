@@ -30,13 +30,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kernel_kinds import by_kind
 from scaling_modes import Mode, many_graphs_a_block, modes, native_parallel
 from scaling_shapes import SHAPES, Shape
 from step_graphs import recorded
 from torch._dynamo.utils import counters
 
 from chitu_diffusion import Parallel, patch
+from chitu_diffusion.bench.kernel_kinds import by_kind
 from chitu_diffusion.bench.timing import Budget, circumstances, store
 
 TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}
