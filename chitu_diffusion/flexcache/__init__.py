@@ -2,6 +2,7 @@
 
 from .calibrate import calibrate
 from .flops import FlopCount, Ledger, count_flops
+from .limits import Params
 from .params import (
     PAB,
     BlockDance,
@@ -10,7 +11,6 @@ from .params import (
     FBCache,
     MagCache,
     MeanCache,
-    Params,
     Static,
     TaylorSeer,
     TeaCache,

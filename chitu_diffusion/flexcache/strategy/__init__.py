@@ -7,7 +7,8 @@ from typing import Any
 
 from chitu_hooks import PatchError
 
-from ..params import Params, make_params
+from ..limits import Params
+from ..params import make_params
 from .base import Strategy
 from .blockdance import BlockDanceStrategy
 from .cubic import CubicStrategy

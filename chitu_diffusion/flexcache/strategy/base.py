@@ -15,7 +15,7 @@ from chitu_hooks.branches import signature
 
 from ..flops import Ledger
 from ..forecast import Tree, extrapolate, updated
-from ..params import Params
+from ..limits import Params
 from .checks import cache_of_diffusers, few_steps, stochastic, too_few_blocks
 
 

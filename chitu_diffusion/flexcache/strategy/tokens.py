@@ -28,7 +28,7 @@ from chitu_hooks.tokens import refuse_cutting
 
 from ..fewer import changing, cut_added, cuts, fewer, filled, image_part, main_role, order_of
 from ..frozen import Fill, frozen_keys, keep
-from ..params import Params
+from ..limits import Params
 from .base import Strategy
 from .checks import refuse_attention
 
