@@ -320,7 +320,8 @@ class PAB(Params):
     """In the middle of the run, compute attention at one step in a few and reuse its output at the others.
 
     Pyramid Attention Broadcast, Zhao et al. 2024, https://arxiv.org/abs/2408.12588. The rest of each block is computed, so the most
-    that can be saved is attention's part of the FLOPs. Keeps one output for every layer and branch.
+    that can be saved is attention's part of the FLOPs; with ``kinds="all"`` projections are part of it, but for layers that do more
+    than attend. Keeps one output for every layer and branch.
     """
 
     strategy: ClassVar[str] = "pab"
