@@ -106,11 +106,11 @@ class Static(Scheduled):
 
     forecast: str = "hold"
     """What stands for the residual at a skipped step: `hold`, the last computed one; `linear`, the line through the last
-    two."""
+    two; `damped`, half of its rise (HiCache, https://arxiv.org/abs/2508.16984), where gaps are long."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._word("forecast", ("hold", "linear"))
+        self._word("forecast", ("hold", "linear", "damped"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +244,9 @@ class TaylorSeer(Params):
     """Compute one position in this many after `warmup`, at least 1; 1 computes all."""
     order: int = 1
     """Highest difference that is used, 0 to 4; 0 holds the last value."""
+    damping: float = 1.0
+    """Part of the way that the forecast goes, 0 to 1: 1 is Taylor's, 0 holds; 0.5 is the first order of HiCache,
+    https://arxiv.org/abs/2508.16984, for long gaps."""
     of: str = "residual"
     """What is forecast: `residual`, what the trunk adds to this step's input; `feature`, what leaves the trunk, whatever
     went in."""
@@ -254,6 +257,7 @@ class TaylorSeer(Params):
         super().__post_init__()
         self._whole("interval", least=1)
         self._whole("order", least=0, most=4)
+        self._number("damping", most=1.0)
         self._word("of", ("residual", "feature"))
 
 
