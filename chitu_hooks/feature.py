@@ -8,6 +8,7 @@ features in the order of `Feature.order`, outermost first, and for the ``*_out``
     denoiser call        denoiser_in ─────────────────────────── denoiser_out
     trunk                      trunk_in ─ front_out ─────── trunk_out
     block                            block_in ───── block_out
+    attention layer                     attention_layer
     attention call                         attention
 """
 
@@ -18,9 +19,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
-    from .attention import AttentionContext
+    from .attention import AttentionContext, Frame
     from .call import BlockInputs, Call, StepCall
     from .hook_map import HookMap
     from .sites import BlockSite, Sites
@@ -131,6 +134,18 @@ class Feature:
         """After a block that ran or was replaced by `block_in`; may return other streams."""
         return None
 
+    def attention_layer(self, frame: Frame, rest: Callable[[], Any]) -> Any | None:
+        """In place of one whole layer, projections included; traced code does not come here.
+
+        Args:
+            frame: what went into the layer's processor, and which layer it is.
+            rest: runs the layer, with `attention` of every feature.
+
+        Returns:
+            What the processor returns, or None to let the layer run.
+        """
+        return None
+
     def attention(
         self, q_BSHD: torch.Tensor, k_BTHD: torch.Tensor, v_BTHD: torch.Tensor, ctx: AttentionContext
     ) -> torch.Tensor | None:
@@ -171,7 +186,7 @@ SEAM_METHODS: dict[str, tuple[str, ...]] = {
     "clock": ("begin", "step_in", "step_out", "end"),
     "denoiser": ("denoiser_in", "denoiser_out"),
     "block": ("trunk_in", "front_out", "trunk_out", "block_in", "block_out"),
-    "attention": ("attention", "attention_with_lse"),
+    "attention": ("attention_layer", "attention", "attention_with_lse"),
 }
 """Which methods hang on which seam."""
 

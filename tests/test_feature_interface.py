@@ -26,6 +26,7 @@ METHODS = {
     "trunk_out": "(self, call: 'Call', streams: 'Streams') -> 'Streams | None'",
     "block_in": "(self, call: 'Call', block: 'BlockSite', inputs: 'BlockInputs') -> 'Streams | None'",
     "block_out": "(self, call: 'Call', block: 'BlockSite', outputs: 'Streams') -> 'Streams | None'",
+    "attention_layer": "(self, frame: 'Frame', rest: 'Callable[[], Any]') -> 'Any | None'",
     "attention": "(self, q_BSHD: 'torch.Tensor', k_BTHD: 'torch.Tensor', v_BTHD: 'torch.Tensor', "
     "ctx: 'AttentionContext') -> 'torch.Tensor | None'",
     "attention_with_lse": "(self, q_BSHD: 'torch.Tensor', k_BTHD: 'torch.Tensor', v_BTHD: 'torch.Tensor', "

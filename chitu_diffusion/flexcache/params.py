@@ -57,11 +57,11 @@ class Static(Scheduled):
 
     forecast: str = "hold"
     """What stands for the residual at a skipped step: `hold`, the last computed one; `linear`, the line through the last
-    two."""
+    two; `damped`, half of its rise (HiCache, https://arxiv.org/abs/2508.16984), where gaps are long."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._word("forecast", ("hold", "linear"))
+        self._word("forecast", ("hold", "linear", "damped"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +195,9 @@ class TaylorSeer(Params):
     """Compute one position in this many after `warmup`, at least 1; 1 computes all."""
     order: int = 1
     """Highest difference that is used, 0 to 4; 0 holds the last value."""
+    damping: float = 1.0
+    """Part of the way that the forecast goes, 0 to 1: 1 is Taylor's, 0 holds; 0.5 is the first order of HiCache,
+    https://arxiv.org/abs/2508.16984, for long gaps."""
     of: str = "residual"
     """What is forecast: `residual`, what the trunk adds to this step's input; `feature`, what leaves the trunk, whatever
     went in."""
@@ -205,6 +208,7 @@ class TaylorSeer(Params):
         super().__post_init__()
         self._whole("interval", least=1)
         self._whole("order", least=0, most=4)
+        self._number("damping", most=1.0)
         self._word("of", ("residual", "feature"))
 
 
@@ -271,7 +275,8 @@ class PAB(Params):
     """In the middle of the run, compute attention at one step in a few and reuse its output at the others.
 
     Pyramid Attention Broadcast, Zhao et al. 2024, https://arxiv.org/abs/2408.12588. The rest of each block is computed, so the most
-    that can be saved is attention's part of the FLOPs. Keeps one output for every layer and branch.
+    that can be saved is attention's part of the FLOPs; with ``kinds="all"`` projections are part of it, but for layers that do more
+    than attend. Keeps one output for every layer and branch.
     """
 
     strategy: ClassVar[str] = "pab"

@@ -19,7 +19,7 @@ class TaylorSeerStrategy(Strategy):
 
     def __init__(self, params: TaylorSeer) -> None:
         super().__init__(params)
-        self.order_of_forecast = params.order
+        self.order_of_forecast, self.damping = params.order, params.damping
 
     def wants(self, call: Call) -> bool:
         return (call.step.position - self.params.warmup + 1) % self.params.interval != 0
@@ -43,7 +43,7 @@ class OnFeature(TaylorSeerStrategy):
             return None
         memory, index = self.memory(call.branch), call.step.index
         if call.skipping:
-            return extrapolate(memory.features, index - memory.at)[0] if memory.features else None
+            return extrapolate(memory.features, index - memory.at, self.damping)[0] if memory.features else None
         feature = {role: None if tensor is None else copied(tensor) for role, tensor in streams.items()}
         memory.features = updated(memory.features, {0: feature}, index - memory.at, self.params.order)
         memory.at = index
