@@ -34,7 +34,8 @@ class Mode:
 
     def compile_arguments(self, backend: str) -> dict[str, Any]:
         """Of `compile_repeated_blocks`. torch.compile tells graphs apart by its options, and not by its global settings."""
-        found: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
+        # diffusers' own hooks break the graph in some models, Wan for one; in the others this changes nothing.
+        found: dict[str, Any] = {"fullgraph": not self.native, "dynamic": False, "backend": backend}
         if backend != "inductor":
             return found
         if self.overlap:

@@ -78,6 +78,8 @@ def launch(command: list[str], ranks: int) -> Failure | None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     os.environ[LAUNCHED] = str(os.getpid())
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))
+    # What torch's C++ part warns of when the other end of a connection is gone is a consequence, and no message of its own.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.disable(logging.CRITICAL)  # this process only waits; what there is to tell, it tells itself
     with tempfile.TemporaryDirectory(prefix="chitu-ranks-") as folder:
         others = {rank: Std.ALL for rank in range(1, ranks)}
