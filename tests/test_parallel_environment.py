@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from chitu_diffusion.parallel.environment import World, find_world, first_host
+from chitu_diffusion.parallel.environment import World, find_world, first_host, ranks_here
 from chitu_diffusion.parallel.launch import _first_cause, keep_lost_exits_quiet
 from chitu_hooks import PatchError
 
@@ -66,6 +66,21 @@ def test_a_process_of_its_own(environment: dict[str, str]) -> None:
 )
 def test_first_host(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [
+        ({"LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"SLURM_TASKS_PER_NODE": "8(x2)"}, 8),
+        ({"SLURM_TASKS_PER_NODE": "4"}, 4),
+        ({"SLURM_TASKS_PER_NODE": "16", "SLURM_STEP_TASKS_PER_NODE": "2(x8)"}, 2),
+        ({"SLURM_TASKS_PER_NODE": "8(x2),4"}, None),
+        ({}, None),
+    ],
+)
+def test_ranks_of_a_machine(environment: dict[str, str], ranks: int | None) -> None:
+    assert ranks_here(environment) == ranks
 
 
 def test_no_host() -> None:
