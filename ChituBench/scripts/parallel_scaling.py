@@ -1,14 +1,16 @@
 """One picture on several GPUs: milliseconds a step of every mode, ours and diffusers' own, against one GPU in the same run.
 
-    torchrun --standalone --nproc-per-node 2 ChituBench/scripts/parallel_scaling.py --graphs --budget-seconds 570
     torchrun --standalone --nproc-per-node 4 ChituBench/scripts/parallel_scaling.py --size tiny --graphs     # a dry run on the CPU
+    for shape in flux-1024 flux-2048 qwen-1024 wan-480p; do     # ten minutes; a process for each, in case one is lost
+        timeout 170 torchrun --standalone --nproc-per-node 2 ChituBench/scripts/parallel_scaling.py --graphs \\
+            --only $shape --keep --budget-seconds 115; done
 
 Model shapes are the real ones with random weights, bfloat16, compiled by repeated block (speed does not depend on the
 weights). Each mode is first compared with one GPU, then timed, then profiled. What is compiled is kept for the modes that
 follow. A row is printed and stored as soon as it is there; a mode that fails, or is refused, is a row that says why.
 
 ``--graphs`` adds rows in which the denoiser is one CUDA graph (`step_graphs.py`), and one with the graphs that torch.compile
-makes itself (``mode="reduce-overhead"``). They come after the others, since a recording that fails may take NCCL down with it.
+makes itself (``mode="reduce-overhead"``). A recording that fails may take NCCL down with it, and the run: what there is, is stored.
 ``max-autotune`` is left out: it takes minutes to compile. So is inductor's ``cpp_wrapper``: with torch 2.13 it cannot call the
 functional collectives ("arg type Any is not yet supported by custom_op_wrapper").
 """
@@ -19,6 +21,7 @@ import argparse
 import contextlib
 import gc
 import itertools
+import json
 import os
 import statistics
 import time
@@ -203,9 +206,10 @@ class Bench:
 
 
 def measure(options: argparse.Namespace, device: torch.device, ranks: int, rank: int) -> None:
-    result: dict[str, Any] = {**circumstances(device), "ranks": ranks, "size": options.size, "shapes": {}}
-    budget = Budget(options.budget_seconds)
     output = options.output or Path(f"outputs/parallel_x{ranks}.json")
+    kept = json.loads(output.read_text())["shapes"] if options.keep and output.is_file() else {}
+    result: dict[str, Any] = {**circumstances(device), "ranks": ranks, "size": options.size, "shapes": kept}
+    budget = Budget(options.budget_seconds)
     names = options.only or list(SHAPES[options.size])
     for number, name in enumerate(names):
         shape = SHAPES[options.size][name]
@@ -282,6 +286,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="calls of each mode that steps are taken from, at most")
     parser.add_argument("--seconds", type=float, default=4, help="no further round is begun after them")
     parser.add_argument("--output", type=Path, help="outputs/parallel_xRANKS.json if left out")
+    parser.add_argument("--keep", action="store_true", help="keep the other shapes that the output file has already")
     parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="leave out what does not fit")
     parser.add_argument("--reserve-seconds", type=float, default=25, help="what one mode is reckoned to take")
     options = parser.parse_args()

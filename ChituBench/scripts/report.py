@@ -27,7 +27,7 @@ def page() -> str:
         overhead(_read("overhead")),
         skipped_steps(),
         attention(_read("attention")),
-        parallel(_read("parallel")),
+        several_gpus(),
         EMBEDDED,
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -291,31 +291,46 @@ def _chosen(mode: dict[str, Any]) -> str:
 
 # -- several GPUs ------------------------------------------------------------------------------------------------------
 
-FLUX_SIZES = {"flux-1024": "1024²", "flux-2048": "2048²"}
+SHAPES = {
+    "flux-1024": "1024²",
+    "flux-2048": "2048²",
+    "qwen-1024": "Qwen-Image shape with guidance, 1024²",
+    "wan-480p": "Wan2.1-1.3B shape with guidance, 480p × 81 frames",
+}
+NUMBERS = {2: "Two", 4: "Four", 8: "Eight"}
+
+
+def several_gpus() -> str:
+    """A section for each number of ranks of which there is a file; the first measurement as long as there is none."""
+    files = sorted((BENCH / "results").glob("parallel_x*.json"))
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return "\n\n".join(parallel({"runs": [run]}) for run in runs) if runs else parallel(_read("parallel"))
 
 
 def parallel(data: dict[str, Any]) -> str:
-    """The FLUX shape on two GPUs, ours and diffusers' own, from runs that followed each other on one machine."""
+    """One picture on several GPUs, ours and diffusers' own, from runs that followed each other on one machine."""
     first = data["runs"][0]
+    ranks = first["ranks"]
+    single = len(data["runs"]) == 1
     parts = []
-    for shape, size in FLUX_SIZES.items():
-        rows = {title: row for run in data["runs"] for title, row in run["shapes"].get(shape, {}).items()}
-        single = min(row["ms"] for title, row in rows.items() if title.startswith("one GPU"))
-        lines = [f"| {size} | ms a step | over the fastest single GPU | collectives | idle |", "|---|---|---|---|---|"]
-        for title, row in sorted(rows.items(), key=lambda item: -item[1]["ms"]):
-            where = row["where_ms"]
-            lines.append(
-                f"| {title} | {row['ms']:.1f} | {single / row['ms']:.2f}× | {where.get('collective', 0):.1f} | {where['idle']:.1f} |"
-            )
-        parts.append("\n".join(lines))
+    for shape, title in SHAPES.items():
+        rows = {name: row for run in data["runs"] for name, row in run["shapes"].get(shape, {}).items()}
+        if any("ms" in row for row in rows.values()):
+            parts.append(_scaling_table(title, rows))
     commands = "\n".join(
-        f"torchrun --standalone --nproc-per-node 2 ChituBench/scripts/{run['command']}" for run in data["runs"]
+        f"torchrun --standalone --nproc-per-node {ranks} ChituBench/scripts/{run['command']}" for run in data["runs"]
     )
-    return f"""## Two GPUs, one picture
+    runs = (
+        f"One run ([data](results/parallel_x{ranks}.json)):"
+        if single
+        else "A first measurement, in two runs a minute apart on one machine ([data](results/parallel.json)):"
+    )
+    shapes = "real shapes" if single else "FLUX.1-dev shape"
+    return f"""## {NUMBERS.get(ranks, ranks)} GPUs, one picture
 
-{first["ranks"]} × {first["machine"]["gpu"]}, bfloat16, FLUX.1-dev shape with random weights, compiled blocks; torch {first["versions"]["torch"]}, \
+{ranks} × {first["machine"]["gpu"]}, bfloat16, {shapes} with random weights, compiled blocks; torch {first["versions"]["torch"]}, \
 diffusers {first["versions"]["diffusers"]}; *ours* with `attention="auto"` (fa3).
-A first measurement, in two runs a minute apart on one machine ([data](results/parallel.json)):
+{runs}
 
 ```
 {commands}
@@ -323,7 +338,31 @@ A first measurement, in two runs a minute apart on one machine ([data](results/p
 
 {(chr(10) * 2).join(parts)}
 
-Every mode gave the picture of one GPU within 0.4 % (2-norm of the latents, bfloat16). *Collectives* and *idle* are milliseconds of
+{_scaling_text(data, single)}"""
+
+
+def _scaling_table(title: str, rows: dict[str, Any]) -> str:
+    timed = {name: row for name, row in rows.items() if "ms" in row}
+    single = min(row["ms"] for name, row in timed.items() if name.startswith("one GPU"))
+    lines = [f"| {title} | ms a step | over the fastest single GPU | collectives | idle |", "|---|---|---|---|---|"]
+    for name, row in sorted(timed.items(), key=lambda item: -item[1]["ms"]):
+        where = row.get("where_ms") or {}
+        wrong = "" if row["correct"] else " (another picture)"
+        lines.append(
+            f"| {name}{wrong} | {row['ms']:.1f} | {single / row['ms']:.2f}× | {where.get('collective', 0):.1f} | {where.get('idle', 0):.1f} |"
+        )
+    missing = [f"{name} ({row.get('failed') or row['skipped']})" for name, row in rows.items() if "ms" not in row]
+    return "\n".join(lines) + (f"\n\nWithout a number: {'; '.join(missing)}." if missing else "")
+
+
+def _scaling_text(data: dict[str, Any], single: bool) -> str:
+    rows = [row for run in data["runs"] for shape in run["shapes"].values() for row in shape.values() if "ms" in row]
+    far = max(row["relative_difference"] for row in rows if row["correct"])
+    if single:
+        return f"""The modes gave the picture of one GPU within {100 * far:.1g} % (2-norm of the latents, bfloat16). *Collectives* and *idle* are
+milliseconds of a step in which the GPU exchanged, or did nothing. *Graphs*: the denoiser recorded as one CUDA graph;
+*overlapped*: inductor moves the exchanges."""
+    return f"""Every mode gave the picture of one GPU within {100 * far + 0.05:.1f} % (2-norm of the latents, bfloat16). *Collectives* and *idle* are milliseconds of
 a step in which the GPU exchanged, or did nothing: at 1024² the host is what is waited for. Letting inductor move the exchanges
 (*overlapped*) made steps slower."""
 
