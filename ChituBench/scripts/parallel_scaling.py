@@ -26,9 +26,9 @@ from typing import Any
 import diffusers as D
 import torch
 import torch.distributed as dist
+from kernel_kinds import by_kind
 
 from chitu_diffusion import Parallel, patch
-from chitu_diffusion.bench.kernel_kinds import by_kind
 from chitu_diffusion.bench.timing import Budget, circumstances, store
 
 TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}
