@@ -163,9 +163,11 @@ def test_nothing_is_begun_that_does_not_fit(model: Path, inputs: Path, tmp_path:
     assert result.exit_code == 0, result.output
     assert "does not fit; the same command continues" in " ".join(result.output.split())
     assert records(output) == {}
-    enough = chitu(*words(model, inputs, output), "--quick", "--minutes", 5)
+    enough = chitu(*words(model, inputs, output), "--quick", "--minutes", 5, "--lpips")
     assert enough.exit_code == 0 and "does not fit" not in enough.output, enough.output
     assert all(record["quality"] and record["timing"] for record in records(output).values()) and records(output)
+    measured = all("lpips" in record["quality"]["metrics"] for record in records(output).values())
+    assert measured or "LPIPS is left out" in enough.output, "it goes on without, and says so"
 
 
 @pytest.mark.parametrize(
