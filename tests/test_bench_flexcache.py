@@ -137,6 +137,38 @@ def test_collect_never_mixes_baselines(done: Path, model: Path, inputs: Path, tm
     assert json.loads((tmp_path / "again" / "flexcache.json").read_text()) == data
 
 
+def test_collect_puts_sweeps_of_28_and_of_50_steps_side_by_side(done: Path, tmp_path: Path) -> None:
+    assert chitu("bench", "collect", done, "--output", tmp_path / "one").exit_code == 0
+    text = (tmp_path / "one" / "flexcache.json").read_text()
+    (baseline,) = json.loads(text)["baselines"]
+    more = json.loads(text.replace(baseline["id"], "longer"))  # as the same command with more steps leaves it
+    more["baselines"][0]["content"]["steps"] = 12
+    more["baselines"][0]["time"] = "2000-01-01T00:00:00Z"
+    for case in more["cases"]:
+        case["id"] += "-longer"
+    (tmp_path / "longer.json").write_text(json.dumps(more))
+    result = chitu("bench", "collect", tmp_path / "longer.json", done, "--output", tmp_path / "both")
+    assert result.exit_code == 0, result.output
+    both = json.loads((tmp_path / "both" / "flexcache.json").read_text())
+    assert [one["content"]["steps"] for one in both["baselines"]] == [6, 12]
+    assert len(both["cases"]) == 2 * len(more["cases"])
+    pictures = {path.name for path in (tmp_path / "both").glob("*.png")}
+    assert pictures == {"flexcache_tradeoff.png", "flexcache_sheet.png"}, "one picture with a panel for each"
+
+
+def test_nothing_is_begun_that_does_not_fit(model: Path, inputs: Path, tmp_path: Path) -> None:
+    output = tmp_path / "results"
+    result = chitu(*words(model, inputs, output), "--quick", "--minutes", 1e-4)
+    assert result.exit_code == 0, result.output
+    assert "does not fit; the same command continues" in " ".join(result.output.split())
+    assert records(output) == {}
+    enough = chitu(*words(model, inputs, output), "--quick", "--minutes", 5, "--lpips")
+    assert enough.exit_code == 0 and "does not fit" not in enough.output, enough.output
+    assert all(record["quality"] and record["timing"] for record in records(output).values()) and records(output)
+    measured = all("lpips" in record["quality"]["metrics"] for record in records(output).values())
+    assert measured or "LPIPS is left out" in enough.output, "it goes on without, and says so"
+
+
 @pytest.mark.parametrize(
     ("prompts", "told"),
     [(b"\n \n", "is empty"), (b"a caf\xe9\n", "is not UTF-8 text")],

@@ -1,6 +1,6 @@
-"""Write `ChituBench/result.md` from the stored results: ``python ChituBench/scripts/report.py``.
+"""Write `ChituBench/result.md`, and the headline table of the README, from the stored results: ``python ChituBench/scripts/report.py``.
 
-Every number in the tables and in the text around them is read from `ChituBench/results/`; a test writes the page again and
+Every number in the tables and in the text around them is read from `ChituBench/results/`; a test writes both again and
 finds no difference. After a new run, put its files there and run this.
 """
 
@@ -12,11 +12,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import report_readme
+import report_shapes
+
+from chitu_diffusion.bench import parallel_tables, tables
 from chitu_diffusion.bench.results import summary
-from chitu_diffusion.bench.tables import section
 
 BENCH = Path(__file__).resolve().parent.parent
 PAGE = BENCH / "result.md"
+README = BENCH.parent / "README.md"
 
 
 def page() -> str:
@@ -27,15 +31,30 @@ def page() -> str:
         overhead(_read("overhead")),
         skipped_steps(),
         attention(_read("attention")),
+        report_shapes.section(_read("model_shapes") if _there("model_shapes") else None),
         several_gpus(),
+        parallel_bench(),
         EMBEDDED,
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def readme() -> str:
+    """The README with its headline table."""
+    table = report_readme.headline(report_readme.stored(BENCH / "results", _read))
+    return report_readme.filled(README.read_text(encoding="utf-8"), table)
+
+
 def main() -> None:
     PAGE.write_text(page(), encoding="utf-8")
-    print(PAGE)
+    README.write_text(readme(), encoding="utf-8")
+    if _there("model_shapes"):
+        report_shapes.plot(_read("model_shapes"), BENCH / "plots" / "model_shapes.png")
+    print(PAGE, README, sep="\n")
+
+
+def _there(name: str) -> bool:
+    return (BENCH / "results" / f"{name}.json").is_file()
 
 
 def _read(name: str) -> Any:
@@ -67,7 +86,7 @@ def flexcache() -> str:
         return ""
     parts = ["## Caches", READING]
     parts += [f"![{text}](plots/{name})" for name, text in PLOTS.items() if (BENCH / "plots" / name).is_file()]
-    return "\n\n".join([*parts, section(summary([stored]))])
+    return "\n\n".join([*parts, tables.section(summary([stored]))])
 
 
 READING = """`chitu bench flexcache` ([data](results/flexcache.json)). Each case is compared with the baseline of the same prompt, seed, noise, dtype
@@ -305,6 +324,25 @@ def several_gpus() -> str:
     files = sorted((BENCH / "results").glob("parallel_x*.json"))
     runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     return "\n\n".join(parallel({"runs": [run]}) for run in runs) if runs else parallel(_read("parallel"))
+
+
+def parallel_bench() -> str:
+    """What `chitu bench parallel` measured; nothing where no run is stored."""
+    if not _there("parallel_bench"):
+        return ""
+    parts = ["## One process and several", RANKS]
+    parts += [f"![{text}](plots/{name})" for name, text in RANK_PLOTS.items() if (BENCH / "plots" / name).is_file()]
+    return "\n\n".join([*parts, parallel_tables.section(summary([BENCH / "results" / "parallel_bench.json"]))])
+
+
+RANKS = """`chitu bench parallel` ([data](results/parallel_bench.json)). Each mode first had to give the picture of one process (*off by*: 2-norm of the
+last latents, relative, the worst rank); then all took turns. *Speed-up*: of a step, over the fastest single process of the same run, which on
+a CPU has all cores unless its name says otherwise, while each of several processes has its share of them. *Exchange*: the share of denoising
+between the start and the end of some exchange, waiting for the others included, in a profiled call; on a GPU when nothing else ran."""
+RANK_PLOTS = {
+    "parallel_bench_scaling.png": "speed-up of a step by number of processes, with the ideal line",
+    "parallel_bench_stages.png": "seconds of each stage of one picture, for every mode",
+}
 
 
 def parallel(data: dict[str, Any]) -> str:

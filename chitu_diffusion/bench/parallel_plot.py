@@ -45,7 +45,8 @@ def _scaling(found: list[tuple[dict[str, Any], list[dict[str, Any]]]]) -> Any:
         colours = [colour for colour in OKABE_ITO if colour != "#F0E442"]
         for number, (name, members) in enumerate(families.items()):
             peer = case_is_peer(members[0])
-            shift = 1 + 0.016 * (number - len(families) / 2)  # markers of one number of processes beside one another
+            single = members[0]["case"]["ranks"] == 1
+            shift = 1 if single else 1 + 0.016 * (number - len(families) / 2)  # beside one another
             axes.errorbar(
                 [case["case"]["ranks"] * shift for case in members],
                 [case["timing"]["speedup"]["step"]["median"] for case in members],
