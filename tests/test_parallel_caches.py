@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from caches import ACTS, REFUSED, STEPS, Log, fitting
+from caches import ACTS, REFUSED, STEPS, Log, fitting, ready
 from diffusers import Lumina2Pipeline
 from probes import difference
 from ranks import on_ranks
@@ -33,7 +33,7 @@ def work(rank: int) -> dict[Any, Any]:
         pipe = build(name, 3)
         full = run(name, pipe, STEPS, length=7)
         for key, params in WHOLE.items():
-            params = fitting(name, params, 3)
+            params = ready(pipe, fitting(name, params, 3))
             with patch(pipe, cache=params) as handle:
                 alone = run(name, pipe, STEPS, length=7)
                 found[name, key, "flops"] = flops(handle)
