@@ -18,7 +18,19 @@ if TYPE_CHECKING:
     from chitu_hooks import ChituError, Feature, HookMap, Stack
 
     from .api import Handle, patch
-    from .flexcache import PAB, BlockDance, Cubic, EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer, TeaCache
+    from .flexcache import (
+        PAB,
+        BlockDance,
+        Cubic,
+        EasyCache,
+        FBCache,
+        MagCache,
+        MeanCache,
+        Planned,
+        Static,
+        TaylorSeer,
+        TeaCache,
+    )
     from .parallel import Parallel
 
 __all__ = [
@@ -34,6 +46,7 @@ __all__ = [
     "MagCache",
     "MeanCache",
     "Parallel",
+    "Planned",
     "Stack",
     "Static",
     "TaylorSeer",
@@ -55,6 +68,7 @@ _HOMES = {
             "MagCache",
             "MeanCache",
             "PAB",
+            "Planned",
             "Static",
             "TaylorSeer",
             "TeaCache",

@@ -32,7 +32,11 @@ class Handle(chitu_hooks.Handle):
         _decide_together(self.features, ())  # they may be the caller's, who can use them again
 
     def calibrate(
-        self, prompts: Sequence[str | Mapping[str, Any]], path: str | Path | None = None, **arguments: Any
+        self,
+        prompts: Sequence[str | Mapping[str, Any]],
+        path: str | Path | None = None,
+        planned: str | Path | None = None,
+        **arguments: Any,
     ) -> dict[str, Any]:
         """Measure on this model what strategies need that have no published constants for it.
 
@@ -42,6 +46,8 @@ class Handle(chitu_hooks.Handle):
         Args:
             prompts: texts, or mappings of arguments of the pipeline's call. One tells most; a few tell a little more.
             path: YAML file to write, for ``MagCache(constants=path)``; None writes none.
+            planned: safetensors file to write, for ``Planned(profile=planned, budget=0.4)``: a profile of runs with exactly
+                these steps, size and guidance. It takes 8 to 16 prompts, at least 4, and runs some of them again to try it.
             arguments: further arguments of every call, such as ``num_inference_steps``.
 
         Returns:
@@ -56,7 +62,7 @@ class Handle(chitu_hooks.Handle):
                 f"calibrate measures whole calls on one rank, and parallel spreads them over {spread.axis.size}; patch without "
                 "parallel for it"
             )
-        return calibrate(self, prompts, path, **arguments)
+        return calibrate(self, prompts, path, planned, **arguments)
 
 
 def patch(

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from chitu_diffusion import (
     PAB,
@@ -13,11 +18,17 @@ from chitu_diffusion import (
     FBCache,
     MagCache,
     MeanCache,
+    Planned,
     Static,
     TaylorSeer,
     TeaCache,
+    patch,
 )
-from chitu_diffusion.flexcache import Params
+from chitu_diffusion.flexcache import Params, Profile
+from chitu_diffusion.flexcache.constants import model_of
+from chitu_diffusion.flexcache.planning.gram import Tables
+from chitu_diffusion.flexcache.planning.grid import Grid, prediction_of
+from chitu_diffusion.flexcache.planning.key import Key
 from chitu_hooks import Feature, Order
 
 STEPS = 10
@@ -37,6 +48,8 @@ ACTS: dict[str, Params] = {
     "meancache": MeanCache(steps=(0, 1, 3, 6)),
     "blockdance": BlockDance(begin=0.2, group=3),
     "pab": PAB(interval=3),
+    "planned": Planned(budget=0.4, stretch=True),
+    "planned guarded": Planned(speedup=2.5, stretch=True, guard=2),
     "cubic": Cubic(warmup=2, static=0.4, medium=0.7, static_interval=5, medium_interval=2, region=2),
     "taylorseer": TaylorSeer(order=2, interval=3),
     "taylorseer feature": TaylorSeer(order=1, interval=3, of="feature"),
@@ -54,6 +67,8 @@ EXACT: dict[str, Params] = {
     "meancache": MeanCache(steps=range(STEPS)),
     "blockdance": BlockDance(group=1),
     "pab": PAB(interval=1),
+    "planned": Planned(budget=1.0, stretch=True),
+    "planned guarded": Planned(speedup=1, guard=3, stretch=True),
     "cubic": Cubic(medium=0.0, warmup=1),
     "cubic often": Cubic(static_interval=1, warmup=1),
     "taylorseer": TaylorSeer(interval=1, order=2),
@@ -75,6 +90,32 @@ def allowed(table: dict[str, Params], name: str) -> dict[str, Params]:
 def fitting(name: str, params: Params, blocks: int) -> Params:
     """`params` for a pipeline of `blocks` blocks: front and back have to leave one between them."""
     return replace(params, back=0) if getattr(params, "back", 0) and blocks < 3 else params
+
+
+def ready(pipe: Any, params: Params) -> Params:
+    """`params` with a profile of `pipe`, for the cache that needs one.
+
+    What is in the profile is made up, a smooth change of the predictions; its own tests calibrate.
+    """
+    if not isinstance(params, Planned):
+        return params
+    with patch(pipe) as handle:
+        model = model_of(handle.sites)
+    scheduler = pipe.scheduler
+    return replace(params, profile=str(made_up(model, type(scheduler).__name__, prediction_of(scheduler))))
+
+
+@cache
+def made_up(model: str, scheduler: str, prediction: str) -> Path:
+    """A profile, stored."""
+    curve = np.random.default_rng(0).normal(size=(4, 8, 500)) * 0.5 ** np.arange(8)[:, None]
+    waves = np.cos(np.pi * np.arange(8)[:, None] * np.arange(STEPS) / STEPS)
+    velocities = np.einsum("pkx,kn->pnx", curve, waves)
+    grid = Grid(scheduler, prediction, tuple(1 - i / STEPS for i in range(STEPS + 1)))
+    tables = Tables(sigmas=np.asarray(grid.times), gram=velocities @ velocities.transpose(0, 2, 1) / 500)
+    path = Path(tempfile.mkdtemp()) / "made-up.safetensors"
+    Profile(model, Key(grid, (1,), 1, {}), tables).save(path)
+    return path
 
 
 class Log(Feature):

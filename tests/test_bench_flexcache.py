@@ -28,6 +28,7 @@ cases:
   - {kind: coarser grid, params: {count: 3}}
   - {kind: fewer steps, params: {count: 3}}
   - {use: magcache, params: {constants: measured, threshold: 10.0, retention: 0.1}}
+  - {use: planned, params: {profile: measured, budget: 0.5}}
   - {kind: diffusers, use: first_block_cache, params: {threshold: 0.5}}
   - {kind: diffusers, use: magcache}
 """
@@ -72,7 +73,7 @@ def done(model: Path, inputs: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_every_case_is_measured_and_compared(done: Path) -> None:
     cases = records(done)
-    assert len(cases) == 8
+    assert len(cases) == 9
     failed = {label for label, record in cases.items() if record["error"]}
     assert failed == {"diffusers magcache"}, "a peer that fails is a row that says how"
     assert "`mag_ratios` must be provided" in cases["diffusers magcache"]["error"]
@@ -86,6 +87,9 @@ def test_every_case_is_measured_and_compared(done: Path) -> None:
     assert 1.8 < half["flops_ratio"] < 2 and half["metrics"]["psnr"]["worst"] < 60
     assert cases["fewer steps count=3"]["quality"]["flops_ratio"] == 2
     assert cases["magcache constants=measured, threshold=10.0, retention=0.1"]["quality"]["flops_ratio"] > 1
+    planned = cases["planned profile=measured, budget=0.5"]["quality"]
+    assert planned["flops_ratio"] == 2 and (done / "profile-6.safetensors").is_file()
+    assert planned["metrics"]["psnr"]["mean"] > half["metrics"]["psnr"]["mean"]
 
 
 def test_what_skips_nothing_is_equal(done: Path) -> None:

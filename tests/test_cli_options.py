@@ -37,7 +37,7 @@ OPTIONS = {
         "--guidance", "--height", "--width", "--image", "--mask", "--num-frames", "--set",
     ],
     "calibrate": [
-        "--output", "--prompt", "--prompts", "--negative-prompt", "--steps", "--guidance", "--height", "--width",
+        "--output", "--planned", "--prompt", "--prompts", "--negative-prompt", "--steps", "--guidance", "--height", "--width",
         "--seed", "--num-frames", "--set", *MODEL,
     ],
     "env": [],

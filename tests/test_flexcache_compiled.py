@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from caches import ACTS, STEPS, fitting
+from caches import ACTS, STEPS, fitting, ready
 from probes import difference
 from test_compile import LAYERS, compile_blocks, graphs
 from tiny import build, run
@@ -37,7 +37,7 @@ def test_compiled_blocks_take_no_further_graph(name: str, order: str) -> None:
     strategies = {label: params for label, params in ACTS.items() if label not in TWO_GRAPHS}
     for label, params in strategies.items():
         pipe = build(name, LAYERS)
-        with patch(pipe, cache=fitting(name, params, LAYERS)):
+        with patch(pipe, cache=ready(pipe, fitting(name, params, LAYERS))):
             expected[label] = run(name, pipe, STEPS)
     pipe = build(name, LAYERS)
     compile_blocks(pipe.transformer)
@@ -49,7 +49,7 @@ def test_compiled_blocks_take_no_further_graph(name: str, order: str) -> None:
     if order == "compile first":
         compile_blocks(pipe.transformer)
     for number, (label, params) in enumerate(strategies.items()):
-        with patch(pipe, cache=fitting(name, params, LAYERS)) as handle:
+        with patch(pipe, cache=ready(pipe, fitting(name, params, LAYERS))) as handle:
             if order == "patch first" and not number:
                 compile_blocks(pipe.transformer)
             for _ in range(2):

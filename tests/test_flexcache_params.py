@@ -16,7 +16,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 import chitu_diffusion
-from chitu_diffusion import PAB, BlockDance, Cubic, EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer
+from chitu_diffusion import PAB, BlockDance, Cubic, EasyCache, FBCache, MagCache, MeanCache, Planned, Static, TaylorSeer
 from chitu_diffusion.cli.main import app
 from chitu_diffusion.flexcache import Params, make_params, params
 from chitu_diffusion.flexcache.constants import NEED_NONE
@@ -83,6 +83,17 @@ def test_every_field_is_explained(cls: type[Params]) -> None:
         ),
         (Static, {"steps": (0, 1), "budget": 2}, "static: budget belongs to uniform and growing, not to a list"),
         (Static, {"steps": "growing", "budget": 0}, "static: budget is a whole number from 1 or none, not 0"),
+        (Planned, {}, "planned: give exactly one of budget, speedup and psnr, not none"),
+        (
+            Planned,
+            {"budget": 0.5, "psnr": 40},
+            "planned: give exactly one of budget, speedup and psnr, not budget and psnr",
+        ),
+        (Planned, {"budget": 0}, "planned: budget is a number above 0, not 0"),
+        (Planned, {"budget": 12}, "planned: budget is a number from 0 to 1, not 12"),
+        (Planned, {"speedup": 0.5}, "planned: speedup is a number from 1, not 0.5"),
+        (Planned, {"speedup": 2, "guard": -1}, "planned: guard is a whole number from 0, not -1"),
+        (Planned, {"speedup": 2, "stretch": "yes"}, "planned: stretch is true or false, not 'yes'"),
         (Static, {"steps": "lemica-flux-27"}, "no schedule 'lemica-flux-27'; nearest: lemica-flux-26"),
     ],
 )
@@ -114,13 +125,31 @@ WORDS: dict[str, list[str]] = {
     "pab": ["interval=3", "kinds=self"],
     "cubic": ["warmup=2", "static=0.4", "medium=0.7", "static_interval=5", "medium_interval=2", "region=2"],
     "taylorseer": ["interval=3", "order=2", "of=feature"],
+    "planned": ["budget=0.5", "guard=1"],
 }
 
 
+@pytest.fixture(scope="module")
+def profile(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("profile")
+    (folder / "prompts.txt").write_text("a cat\na dog\na house\na tree\n")
+    done = chitu(
+        "calibrate", "--model", model, *tiny_text.SIZES["flux"], "--prompts", folder / "prompts.txt", "--steps", 10,
+        "--planned", folder / "flux.safetensors",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "5 of 10" in done.output and "dB" in done.output
+    return folder / "flux.safetensors"
+
+
 @pytest.mark.parametrize("name", WORDS)
-def test_every_strategy_runs_from_the_command_line(name: str, model: Path, tmp_path: Path) -> None:
+def test_every_strategy_runs_from_the_command_line(
+    name: str, model: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     assert set(WORDS) == set(STRATEGIES)
     words = [part for word in WORDS[name] for part in ("--cache-arg", word)]
+    if name == "planned":
+        words += ["--cache-arg", f"profile={request.getfixturevalue('profile')}"]
     done = chitu(
         "run", "--model", model, *tiny_text.SIZES["flux"], "--prompt", "a cat", "--steps", 10, "--cache", name, *words,
         "--output", tmp_path / "out",
@@ -150,6 +179,25 @@ def test_calibrate_and_use_what_it_wrote(model: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     again = chitu("calibrate", "--model", model, "--prompt", "a cat", "--output", file)
     assert again.exit_code == 2 and "is there already" in again.stderr
+
+
+def test_a_profile_is_shown_and_mistakes_about_it_are_told(model: Path, profile: Path, tmp_path: Path) -> None:
+    shown = json.loads(chitu("inspect", profile, "--json").output)
+    assert shown["steps"] == 10 and {row["steps"] for row in shown["plans"]} == {2, 3, 5, 6}
+    assert all(len(row["computes"]) == row["steps"] for row in shown["plans"])
+    assert "5 of 10" in chitu("inspect", profile).output
+    few = chitu(
+        "calibrate", "--model", model, "--prompt", "a cat", "--planned", tmp_path / "few.safetensors", "--steps", 3
+    )
+    assert few.exit_code == 2 and "1 prompts are too few" in few.stderr and not (tmp_path / "few.safetensors").exists()
+    nothing = chitu("calibrate", "--model", model, "--prompt", "a cat")
+    assert nothing.exit_code == 2 and "name a file with --output, --planned or both" in nothing.stderr
+    words = ("--cache-arg", f"profile={profile}", "--cache-arg", "budget=0.5")
+    other = chitu(
+        "run", "--model", model, *tiny_text.SIZES["flux"], "--prompt", "a cat", "--steps", 12, "--cache", "planned", *words,
+        "--output", tmp_path / "out",
+    )  # fmt: skip
+    assert other.exit_code == 2 and "the profile is of 10 steps and the run has 12" in other.stderr
 
 
 def test_a_strategy_is_a_small_file() -> None:

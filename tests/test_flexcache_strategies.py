@@ -10,7 +10,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from caches import ACTS, EXACT, STEPS, Log, allowed, fitting
+from caches import ACTS, EXACT, STEPS, Log, allowed, fitting, ready
 from probes import reachable_tensors
 from tiny import ALL, TINY, build, call_arguments, noise, run
 from variants import wan_two_experts
@@ -32,7 +32,7 @@ def test_full_budget_changes_nothing(name: str) -> None:
     pipe = build(name)
     stock = run(name, pipe, STEPS)
     for label, params in allowed(EXACT, name).items():
-        with patch(pipe, cache=params) as handle:
+        with patch(pipe, cache=ready(pipe, params)) as handle:
             assert torch.equal(run(name, pipe, STEPS), stock), label
         assert handle.report().features[0]["hits"] == 0
         assert handle.report().features[0]["computed"] == STEPS * ALL[name].branches
@@ -43,7 +43,7 @@ def test_every_strategy_acts_repeats_itself_and_leaves_nothing(name: str) -> Non
     pipe = build(name)
     stock, count = run(name, pipe, STEPS), blocks(pipe)
     for label, params in allowed(ACTS, name).items():
-        with patch(pipe, cache=fitting(name, params, count)) as handle:
+        with patch(pipe, cache=ready(pipe, fitting(name, params, count))) as handle:
             first = run(name, pipe, STEPS)
             feature = handle.report().features[0]
             assert feature["hits"] > 0, label
@@ -58,7 +58,8 @@ def test_every_strategy_acts_repeats_itself_and_leaves_nothing(name: str) -> Non
 @pytest.mark.parametrize("label", ACTS)
 def test_each_branch_has_its_own_state(label: str) -> None:
     """Guidance on, off and on again, in one handle: each run equals that of a fresh handle."""
-    pipe, params = build("wan"), fitting("wan", ACTS[label], 3)
+    pipe = build("wan")
+    params = ready(pipe, fitting("wan", ACTS[label], 3))
     alone = {}
     for guided in (True, False):
         with patch(pipe, cache=params):
@@ -82,7 +83,7 @@ def test_limits_count_real_steps(label: str) -> None:
     params = replace(ACTS[label], warmup=2, cooldown=2, max_consecutive=2)
     if label.startswith("magcache"):
         params = replace(params, retention=0.0)
-    with patch(pipe, cache=params, features=(log,)):
+    with patch(pipe, cache=ready(pipe, params), features=(log,)):
         run("flux", pipe, 10, **over)
     computed = log.computed()
     assert log.hits > 0 or label == "static published", "stretched to 7 steps, that one computes them all"
@@ -93,7 +94,7 @@ def test_limits_count_real_steps(label: str) -> None:
 @pytest.mark.parametrize("label", ACTS)
 def test_both_stages_of_an_order_2_step_agree(label: str) -> None:
     pipe, log = build("wan", scheduler=diffusers.FlowMatchHeunDiscreteScheduler()), Log()
-    with patch(pipe, cache=fitting("wan", ACTS[label], 3), features=(log,)):
+    with patch(pipe, cache=ready(pipe, fitting("wan", ACTS[label], 3)), features=(log,)):
         first = run("wan", pipe, STEPS)
         seen, log.calls = list(log.calls), []
         assert torch.equal(run("wan", pipe, STEPS), first)
@@ -106,7 +107,8 @@ def test_both_stages_of_an_order_2_step_agree(label: str) -> None:
 
 @pytest.mark.parametrize("label", ACTS)
 def test_an_exception_in_a_callback_leaves_no_trace(label: str) -> None:
-    pipe, params = build("flux"), ACTS[label]
+    pipe = build("flux")
+    params = ready(pipe, ACTS[label])
 
     def fail(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
         if step == 5:
@@ -126,7 +128,8 @@ def test_an_exception_in_a_callback_leaves_no_trace(label: str) -> None:
 def test_two_experts(label: str) -> None:
     variant = wan_two_experts()
     stock, log = variant.call(), Log()
-    with patch(variant.pipe, cache=fitting("wan", ACTS[label], 3), features=(log,)) as handle:
+    params = ready(variant.pipe, fitting("wan", ACTS[label], 3))
+    with patch(variant.pipe, cache=params, features=(log,)) as handle:
         result = variant.call()
         assert torch.equal(variant.call(), result)
         calls = handle.report().branches
@@ -141,13 +144,13 @@ def test_two_experts(label: str) -> None:
 @pytest.mark.parametrize("name", ["flux", "sd3", "zimage"])
 def test_batches(name: str, label: str) -> None:
     """Decisions are taken for the whole batch, by the sample that changes most; what is fixed before equals the samples alone."""
-    params = fitting(name, ACTS[label], 3)
     kwargs = call_arguments(name, STEPS, batch=2)
     pipe = build(name)
+    params = ready(pipe, fitting(name, ACTS[label], 3))
     with patch(pipe, cache=params) as handle:
         both = next(iter(pipe(**kwargs).values()))
         assert handle.report().features[0]["batch_coupled"] == (
-            label.split()[0] in ("fbcache", "easycache", "teacache", "cubic")
+            label.split()[0] in ("fbcache", "easycache", "teacache", "cubic") or label == "planned guarded"
         )
         assert handle.report().features[0]["hits"] > 0
     assert not torch.equal(both[0], both[1])
@@ -253,7 +256,7 @@ def test_a_decision_waits_for_the_device_once_and_through_reduce(label: str, mon
         monkeypatch.setattr(torch.Tensor, name, _noting(reads, name, getattr(torch.Tensor, name)))
     run("flux", pipe, STEPS)
     stock = len(reads)
-    with patch(pipe, cache=ACTS[label]) as handle:
+    with patch(pipe, cache=ready(pipe, ACTS[label])) as handle:
         strategy: Any = handle.features[0]
         strategy.reduce = lambda sums: reduced.append(sums) or sums
         reads.clear()
@@ -261,8 +264,11 @@ def test_a_decision_waits_for_the_device_once_and_through_reduce(label: str, mon
         hits = handle.report().features[0]["hits"]
     assert hits > 0
     assert bool(reduced) == strategy.adaptive and all(sums.shape == (2, 1) for sums in reduced)
-    assert len(reduced) >= hits or not strategy.adaptive
-    assert len(reads) <= stock + len(reduced)
+    assert len(reduced) >= hits or not strategy.adaptive or label == "planned guarded", (
+        "the guard looks at computed steps"
+    )
+    # The plan is made for the scheduler's sigmas, which are read once, and how far off it was is read when all is over.
+    assert len(reads) <= stock + len(reduced) + (2 if label.startswith("planned") else 0)
 
 
 def _noting(reads: list[str], name: str, original: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from caches import ACTS, EXACT, fitting
+from caches import ACTS, EXACT, fitting, ready
 from variants import VARIANTS
 
 from chitu_diffusion import patch
@@ -27,12 +27,12 @@ def test_exact_at_full_budget_and_lossy_otherwise(name: str) -> None:
     variant = VARIANTS[name]()
     stock = variant.call()
     for label, params in EXACT.items():
-        with patch(variant.pipe, cache=params):
+        with patch(variant.pipe, cache=ready(variant.pipe, params)):
             assert torch.equal(variant.call(), stock), label
     for label, params in ACTS.items():
         if (label, name) in FAILING:
             continue
-        with patch(variant.pipe, cache=fitting(name, params, _blocks(variant.pipe))) as handle:
+        with patch(variant.pipe, cache=ready(variant.pipe, fitting(name, params, _blocks(variant.pipe)))) as handle:
             result = variant.call()
             assert result.isfinite().all(), label
             assert torch.equal(variant.call(), result), label

@@ -54,7 +54,7 @@ PUBLIC = {
     },
     "chitu_diffusion": {
         *("ChituError", "EasyCache", "FBCache", "Feature", "Handle", "HookMap", "MagCache", "Stack", "Static"),
-        *("Parallel", "BlockDance", "Cubic", "MeanCache", "PAB", "TaylorSeer", "TeaCache", "patch"),
+        *("Parallel", "BlockDance", "Cubic", "MeanCache", "PAB", "Planned", "TaylorSeer", "TeaCache", "patch"),
     },
 }
 

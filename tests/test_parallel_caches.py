@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from caches import ACTS, REFUSED, STEPS, Log, fitting
+from caches import ACTS, REFUSED, STEPS, Log, fitting, ready
 from diffusers import Lumina2Pipeline
 from probes import difference
 from ranks import divided, on_ranks
@@ -57,7 +57,7 @@ def cached(name: str, pipe: Any, key: str | None, parallel: Parallel | None = No
     if key is None:
         return run(name, pipe, STEPS, length=7), None, 0
     log = Log()
-    with patch(pipe, cache=fitting(name, WHOLE[key], 3), parallel=parallel, features=(log,)) as handle:
+    with patch(pipe, cache=ready(pipe, fitting(name, WHOLE[key], 3)), parallel=parallel, features=(log,)) as handle:
         return run(name, pipe, STEPS, length=7), flops(handle), log.hits
 
 

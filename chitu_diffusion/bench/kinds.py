@@ -27,7 +27,7 @@ from .cases import Case
 from .errors import BenchError
 
 MEASURED = "measured"
-"""Value of a parameter in a case: constants that the bench measures on the model before the sweep."""
+"""Value of a parameter in a case: constants, or a profile, that the bench measures on the model before the sweep."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,8 @@ class Setting:
     hook_map: HookMap | None
     constants: Callable[[int], str]
     """Number of steps -> path of the file of constants measured on this model with so many."""
+    profile: Callable[[int], str]
+    """The same for the profile of the planned cache."""
 
 
 class Kind:
@@ -92,7 +94,11 @@ class Chitu(Kind):
 
     @contextlib.contextmanager
     def on(self, setting: Setting, case: Case) -> Iterator[Handle]:
-        params = {k: setting.constants(case.steps) if v == MEASURED else v for k, v in case.params.items()}
+        measured = {"profile": setting.profile}
+        params = {
+            key: measured.get(key, setting.constants)(case.steps) if value == MEASURED else value
+            for key, value in case.params.items()
+        }
         with patch(setting.pipe, cache=make_params(case.use, params), hook_map=setting.hook_map) as handle:
             yield handle
 

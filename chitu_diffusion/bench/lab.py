@@ -23,7 +23,7 @@ from chitu_hooks import Handle, load_hook_map
 
 from .cases import Case
 from .errors import BenchError
-from .files import write_whole
+from .files import data_folder, write_whole
 from .kinds import KINDS, PEERS, Setting
 from .quality import Drawn
 from .watch import Watcher
@@ -93,7 +93,7 @@ class Lab:
     @contextlib.contextmanager
     def on(self, case: Case) -> Iterator[Handle]:
         """The pipeline with `case` on; `prepare` comes before."""
-        setting = Setting(pipe=self.pipe, hook_map=self.hook_map, constants=self.constants)
+        setting = Setting(pipe=self.pipe, hook_map=self.hook_map, constants=self.constants, profile=self.profile)
         with KINDS[case.kind].on(setting, case) as handle, quiet(self.pipe):
             yield handle
 
@@ -152,22 +152,28 @@ class Lab:
 
     def constants(self, steps: int) -> str:
         """The file of constants measured on this model with so many steps; measured at the first asking."""
+        path = self.folder / f"constants-{steps}.yaml"
+        return self._calibrated(path, steps, [(prompt, 0) for prompt in CALIBRATION], "path")
+
+    def profile(self, steps: int) -> str:
+        """The profile of the planned cache for runs of so many steps; measured at the first asking, on prompts and seeds that
+        are nowhere else in the bench."""
+        path = self.folder / f"profile-{steps}.safetensors"
+        prompts = (data_folder() / "prompts" / "calibration.txt").read_text(encoding="utf-8").splitlines()
+        return self._calibrated(path, steps, [(prompt, 1000 + n) for n, prompt in enumerate(prompts)], "planned")
+
+    def _calibrated(self, path: Path, steps: int, items: Sequence[Item], what: str) -> str:
+        """`path`, written by a calibration on `items` if it is not there; `what` is the argument that names the file."""
         from chitu_diffusion import patch
         from chitu_diffusion.flexcache import calibrate
 
-        path = self.folder / f"constants-{steps}.yaml"
         if not path.is_file():
             case = Case(kind="baseline", use="", steps=steps, family="baseline")
-            calls = [self.arguments(case, [(prompt, 0)]) for prompt in CALIBRATION]
+            calls = [self.arguments(case, [item]) for item in items]
             # Outside of what may be on just now: constants are those of the pipeline as it is.
             with patch(self.pipe, hook_map=self.hook_map) as handle, quiet(self.pipe):
-                write_whole(path, lambda half: _calibrated(calibrate, handle, calls, half))
+                write_whole(path, lambda half: calibrate(handle, calls, **{what: half}))
         return str(path)
-
-
-def _calibrated(calibrate: Callable[..., Any], handle: Handle, calls: list[dict[str, Any]], half: Path) -> None:
-    half.unlink(missing_ok=True)
-    calibrate(handle, calls, half)
 
 
 @contextlib.contextmanager

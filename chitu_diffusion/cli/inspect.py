@@ -20,7 +20,8 @@ ModelArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="[MODEL]",
-        help="Hub id, folder, diffusers pipeline class, or Python file with build(); the embedded model if left out.",
+        help="Hub id, folder, diffusers pipeline class, Python file with build(), or a profile of the planned cache; the "
+        "embedded model if left out.",
         show_default=False,
     ),
 ]
@@ -47,6 +48,9 @@ def inspect(
     configurations only. A Python file has `build()`, which returns a pipeline, and may have `call(pipe)`, one small call
     of it: then what an inferred map says is seen in that call and not read from the source.
     """
+    if model is not None and model.endswith(".safetensors"):
+        _show_profile(model, json_)
+        return
     if write is not None and Path(write).exists():
         raise UserError(f"--write {write!r} exists already and is never overwritten; delete it first")
     o.need_diffusers()
@@ -65,6 +69,20 @@ def inspect(
         print(json.dumps(found.to_dict(), indent=2))
     else:
         show(Console(), found)
+
+
+def _show_profile(path: str, as_json: bool) -> None:
+    """What the profile in the file `path` foretells."""
+    from chitu_diffusion.flexcache import Profile
+    from chitu_diffusion.flexcache.planning.tell import told
+
+    from .calibrate import show_plans
+
+    found = told(Profile.load(path))
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        show_plans(found)
 
 
 def show(console: Console, found: Inspection) -> None:

@@ -16,6 +16,8 @@ from .params import (
     TeaCache,
     make_params,
 )
+from .planning.params import Planned
+from .planning.profile import Profile
 from .strategy import Strategy, make_strategy
 
 __all__ = [
@@ -29,6 +31,8 @@ __all__ = [
     "MagCache",
     "MeanCache",
     "Params",
+    "Planned",
+    "Profile",
     "Static",
     "Strategy",
     "TaylorSeer",

@@ -15,6 +15,9 @@ from chitu_hooks import Call, Feature, Generation, Handle, Order, PatchError, St
 
 from .constants import model_of
 from .distance import copied, main_stream, relative_l1
+from .planning.measure import Recording
+from .planning.rehearse import Calls
+from .planning.tell import told
 
 
 class Magnitudes(Feature):
@@ -109,21 +112,28 @@ def trunk_residual(call: Call) -> torch.Tensor:
 
 
 def calibrate(
-    handle: Handle, prompts: Sequence[str | Mapping[str, Any]], path: str | Path | None = None, **arguments: Any
+    handle: Handle,
+    prompts: Sequence[str | Mapping[str, Any]],
+    path: str | Path | None = None,
+    planned: str | Path | None = None,
+    **arguments: Any,
 ) -> dict[str, Any]:
     """Run the pipeline of `handle` once for each prompt, computing every step, and measure.
 
     Args:
         handle: of a patch without a cache.
         prompts: texts, or mappings of arguments of the pipeline's call.
-        path: YAML file to write; None writes none.
+        path: YAML file of constants to write; None writes none.
+        planned: safetensors file to write, the profile of the planned cache; without it there is none. With it and no `path`
+            no constants are measured, and some budgets are tried afterwards, on at most four of the prompts.
         arguments: further arguments of every call, such as ``num_inference_steps``.
 
     Returns:
-        What the file holds: the model, how it was measured, and the constants by strategy.
+        What the file holds: the model, how it was measured, and the constants by strategy. Under `planned` the profile in
+        numbers.
 
     Raises:
-        PatchError: no prompts, or the handle has a cache on.
+        PatchError: no prompts, or too few for a profile, or the handle has a cache on.
     """
     skipping = [feature.name for feature in handle.features if feature.skips_trunk or feature.order == Order.CACHE]
     if skipping:
@@ -131,19 +141,32 @@ def calibrate(
     if isinstance(prompts, str) or not prompts:
         raise PatchError("calibrate takes a list of at least one prompt")
     watch, changes = Magnitudes(), Changes()
-    with handle.also(watch, changes):
-        for prompt in prompts:
-            handle.pipe(**({"prompt": prompt} if isinstance(prompt, str) else prompt), **arguments)
-        scheduler = type(handle.pipe.scheduler).__name__
-    ratios = _mean(watch.runs)
-    result = {
+    constants: tuple[Feature, ...] = (watch, changes) if path is not None or planned is None else ()
+    calls = Calls(prompts, arguments)
+    recording = Recording(calls) if planned is not None else None
+    with handle.also(*constants, *(recording.features if recording is not None else ())):
+        for number in range(len(calls)):
+            output = calls.run(handle.pipe, number)
+            if recording is not None:
+                recording.see(number, output)
+    result: dict[str, Any] = {
         "model": model_of(handle.sites),
-        "measured": {"prompts": len(prompts), "scheduler": scheduler, "diffusers": diffusers.__version__},
-        "magcache": {"steps": len(ratios[0]) + 1, "ratios": ratios},
-        "teacache": fitted(changes.points),
+        "measured": {
+            "prompts": len(prompts),
+            "scheduler": type(handle.pipe.scheduler).__name__,
+            "diffusers": diffusers.__version__,
+        },
     }
+    if constants:
+        ratios = _mean(watch.runs)
+        result["magcache"] = {"steps": len(ratios[0]) + 1, "ratios": ratios}
+        result["teacache"] = fitted(changes.points)
     if path is not None:
         Path(path).expanduser().write_text(yaml.safe_dump(result, sort_keys=False), encoding="utf-8")
+    if recording is not None and planned is not None:
+        profile = recording.profile(handle)
+        profile.save(planned)
+        result["planned"] = told(profile)
     return result
 
 

@@ -15,6 +15,7 @@ from chitu_hooks.errors import nearest
 
 from .constants import published_schedule
 from .limits import Params
+from .planning.params import Planned
 from .schedule import SCHEDULES
 
 
@@ -337,7 +338,7 @@ class Cubic(Params):
 
 PARAMS: dict[str, type[Params]] = {
     cls.strategy: cls
-    for cls in (Static, FBCache, MagCache, EasyCache, TaylorSeer, TeaCache, MeanCache, BlockDance, PAB, Cubic)
+    for cls in (Static, FBCache, MagCache, EasyCache, TaylorSeer, TeaCache, MeanCache, BlockDance, PAB, Cubic, Planned)
 }
 """Strategy name -> its parameters."""
 

@@ -17,6 +17,7 @@ from .fbcache import FBCacheStrategy
 from .magcache import MagCacheStrategy
 from .meancache import MeanCacheStrategy
 from .pab import PABStrategy
+from .planned import PlannedStrategy
 from .static import StaticStrategy
 from .taylorseer import taylorseer
 from .teacache import TeaCacheStrategy
@@ -32,6 +33,7 @@ STRATEGIES: dict[str, Callable[[Any], Strategy]] = {
     "blockdance": BlockDanceStrategy,
     "pab": PABStrategy,
     "cubic": CubicStrategy,
+    "planned": PlannedStrategy,
 }
 """Strategy name -> what makes it from its params."""
 

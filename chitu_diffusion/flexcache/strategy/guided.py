@@ -32,7 +32,7 @@ class GuidedStrategy(Strategy):
         raise NotImplementedError
 
     def learn_step(self, step: StepCall, state: SimpleNamespace) -> None:
-        """After guidance of a computed step, before the scheduler takes it."""
+        """After guidance of a computed step, before the scheduler takes it; may replace ``step.model_output``."""
 
     def skips_next(self, step: StepCall) -> bool:
         """Whether the position after this one is to be skipped."""
@@ -42,7 +42,7 @@ class GuidedStrategy(Strategy):
 
     def begin(self, generation: Generation) -> None:
         super().begin(generation)
-        vars(generation.memory(self)).update(latent.START, skipped=-1)
+        vars(generation.memory(self)).update(latent.START, skipped=-1, denoisers=set(), outputs={})
 
     def denoiser_in(self, call: Call) -> Any | None:
         self.see(call)
@@ -55,12 +55,20 @@ class GuidedStrategy(Strategy):
         return True
 
     def possible(self, call: Call) -> bool:
-        memory = self.memory(call.branch)
+        memory, state = self.memory(call.branch), call.generation.memory(self)
+        if memory.signature is None and call.denoiser.name not in state.denoisers and call.signature in state.outputs:
+            # A second expert takes over; what guidance makes of its branches is forecast from the first one's all the same.
+            memory.signature, memory.output = call.signature, state.outputs[call.signature]
         return memory.signature is not None and memory.signature == call.signature
 
     def learn(self, call: Call) -> None:
-        memory = self.memory(call.branch)
-        memory.signature, memory.output = call.signature, copied(call.sample)
+        self._keep(call, copied(call.sample))
+
+    def _keep(self, call: Call, output: Any) -> None:
+        memory, state = self.memory(call.branch), call.generation.memory(self)
+        memory.signature, memory.output = call.signature, output
+        state.denoisers.add(call.denoiser.name)
+        state.outputs[call.signature] = output
 
     def denoiser_out(self, call: Call) -> None:
         if not call.elsewhere:
@@ -68,19 +76,20 @@ class GuidedStrategy(Strategy):
         # The schedule and the shapes say what the rank does that runs this call, so that all ranks have the same gaps.
         call.signature = signature(call)
         if not self._in_gap(call):
-            vars(self.memory(call.branch)).update(run=0, signature=call.signature, output=None)
+            self.memory(call.branch).run = 0
+            self._keep(call, call.sample)
         return None
 
     # -- the guided prediction --------------------------------------------------------------------------------------
 
     def step_in(self, step: StepCall) -> None:
-        state = step.generation.memory(self)
-        gap = state.skipped == step.step.index
-        if gap:
+        state, computed = step.generation.memory(self), step.model_output
+        if state.skipped == step.step.index:
             step.model_output = self.prediction(step, state)
         else:
             self.learn_step(step, state)
-        latent.enter(step, state, keep=gap or self.skips_next(step))
+        keep = step.model_output is not computed or self.skips_next(step)
+        latent.enter(step, state, keep, computed.dtype)
 
     def step_out(self, step: StepCall) -> None:
         latent.leave(step, step.generation.memory(self))

@@ -1,0 +1,194 @@
+"""Plans: which steps are computed, and what the scheduler is given at every step.
+
+The weights of a plan are fitted from its first step to its last. At each gap the forecast aims at where the full run is at the end
+of the gap, not only at the change over it: an error that is left from before is part of the aim, so it is undone and does not add
+up. Once the step that ends a gap is computed, the velocities inside are known better, by interpolation; what the forecast lacked
+is added at that step. So a gap costs the error of an interpolation, and the model has only been evaluated at the end of a
+forecast: a predictor-corrector of Adams type (evaluate once, correct, go on) with fitted coefficients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from .gram import Array, Tables
+from .predict import METHODS, RIDGE, line, slopes
+
+Weights = dict[int, tuple[tuple[int, float], ...]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What runs between the computed steps.
+
+    Attributes:
+        method: one of `predict.METHODS`.
+        correct: whether the end of a gap corrects it; only where the scheduler adds ``Δσ v`` (flow matching with Euler).
+        memory: the most computed velocities in a forecast; a correction takes one more, the one just computed.
+        ridge: pull of least squares towards hold.
+        power: the search adds up gap costs to this power; 2 takes the errors of gaps for independent.
+    """
+
+    method: str = "ridge"
+    correct: bool = True
+    memory: int = 2
+    ridge: float = RIDGE
+    power: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"no method {self.method!r}; there are {', '.join(METHODS)}")
+        if self.memory < 1:
+            raise ValueError("a forecast needs a memory of at least 1 velocity")
+
+
+DEFAULT = Setting()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule with its weights.
+
+    Attributes:
+        steps: computed positions, from 0.
+        weights: position -> pairs of a computed position and its weight: the scheduler is given that sum. All skipped positions
+            have one. A computed position has one where it corrects the gap before it, its own velocity among the pairs; a computed
+            position without one is given to the scheduler untouched.
+        predicted: expected length of the final latent's error, relative to the final latent.
+        actions: positions that do something else than compute or skip.
+    """
+
+    steps: tuple[int, ...]
+    weights: Weights = field(default_factory=dict)
+    predicted: float = 0.0
+    actions: Mapping[int, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain lists and numbers, for JSON."""
+        return {
+            "steps": list(self.steps),
+            "weights": {str(at): [[j, w] for j, w in pairs] for at, pairs in self.weights.items()},
+            "predicted": self.predicted,
+            "actions": {str(at): action for at, action in self.actions.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """The inverse of `as_dict`."""
+        return cls(
+            tuple(int(step) for step in data["steps"]),
+            {int(at): tuple((int(j), float(w)) for j, w in pairs) for at, pairs in data["weights"].items()},
+            float(data["predicted"]),
+            {int(at): str(action) for at, action in data.get("actions", {}).items()},
+        )
+
+
+def fitted(tables: Tables, steps: Sequence[int], setting: Setting = DEFAULT) -> Plan:
+    """The plan that computes `steps`, with the weights of `setting`.
+
+    Raises:
+        ValueError: the steps do not rise from 0 and stay below N.
+    """
+    steps, total = tuple(steps), tables.steps
+    if not steps or steps[0] != 0 or list(steps) != sorted(set(steps)) or steps[-1] >= total:
+        raise ValueError(f"steps have to rise from 0 and stay below {total}, got {steps}")
+    fit = _Fit(tables, setting)
+    for number, (here, following) in enumerate(zip(steps, (*steps[1:], total))):
+        history = steps[max(0, number - setting.memory) : number][::-1]
+        fit.computed(here, history, corrects=setting.correct and bool(history) and here - history[0] > 1)
+        fit.gap(here, history[: setting.memory - 1], following)
+    plan = Plan(steps, fit.weights)
+    return replace(plan, predicted=price(tables, plan))
+
+
+class _Fit:
+    """The weights so far, and the error of the latent that they leave, as coefficients of the velocities of the full run."""
+
+    def __init__(self, tables: Tables, setting: Setting) -> None:
+        self.tables, self.setting = tables, setting
+        self.full = np.eye(tables.steps)
+        self.error = np.zeros(tables.steps)
+        self.weights: Weights = {}
+
+    def computed(self, here: int, history: Sequence[int], corrects: bool) -> None:
+        """Step `here` is computed; with `corrects`, what the gap before it lacked is added."""
+        if not corrects:
+            return
+        delta = self.tables.deltas[here]
+        if self.setting.method == "ridge":
+            bends = self._fit(here, history, -self.error[None] / delta)[0]
+        else:
+            bends = self._to_line(here, history) / delta
+        self._give(here, here, history, bends)
+
+    def gap(self, here: int, history: Sequence[int], following: int) -> None:
+        """The steps between `here` and `following` are skipped."""
+        inside = np.arange(here + 1, following)
+        if not len(inside):
+            return
+        if self.setting.method == "ridge":
+            left = self.error / self.tables.deltas[inside].sum()
+            rows = self._fit(here, history, self.full[inside] - self.full[here] - left)
+        else:
+            rows = np.zeros((len(inside), len(history)))
+            if self.setting.method == "linear" and history:
+                rows[:, 0] = (inside - here) / (here - history[0])
+        for at, bends in zip(inside, rows):
+            self._give(int(at), here, history, bends)
+
+    def _fit(self, here: int, history: Sequence[int], aims: Array) -> Array:
+        differences = self.full[here] - self.full[list(history)]
+        return slopes(self.tables.mean, differences, aims, self.setting.ridge)
+
+    def _to_line(self, here: int, history: Sequence[int]) -> Array:
+        """Bends that put the line from the last computed step to `here` in the place of the forecast between them."""
+        wanted, total = np.zeros(self.tables.steps), self.tables.deltas
+        for at in range(history[0] + 1, here):
+            wanted[[history[0], here]] += total[at] * np.array(line(range(here + 1), (history[0], here), at))
+            for j, w in self.weights[at]:
+                wanted[j] -= total[at] * w
+        return -wanted[list(history)]
+
+    def _give(self, at: int, here: int, history: Sequence[int], bends: Array) -> None:
+        """At step `at` the scheduler is given ``v_here + Σ bends (v_here - v_history)``."""
+        pairs = ((here, 1 + float(bends.sum())), *((j, -float(b)) for j, b in zip(history, bends)))
+        self.weights[at] = tuple((j, w) for j, w in pairs if w)
+        given = sum(w * self.full[j] for j, w in self.weights[at])
+        self.error = self.error + self.tables.deltas[at] * (given - self.full[at])
+
+
+def matrix(plan: Plan, steps: int) -> Array:
+    """(N, N): row i holds the weights of the velocities in what the scheduler is given at step i."""
+    rows = np.eye(steps)
+    for at, pairs in plan.weights.items():
+        rows[at] = 0
+        for j, w in pairs:
+            rows[at, j] = w
+    return rows
+
+
+def spread(tables: Tables, plan: Plan) -> Array:
+    """(P) expected relative squared errors of the final latent, one for each calibration run.
+
+    All gaps with their signs: one quadratic form over the whole run. Errors that are there while a step is computed, and corrected
+    after, count through `Tables.response` and the weight that this step's velocity has in the end.
+    """
+    rows = matrix(plan, tables.steps)
+    slips = tables.deltas[:, None] * (rows - np.eye(tables.steps))
+    total = tables.sizes(tables.growth[1:] @ slips)
+    if tables.response is None:
+        return total
+    errors = np.concatenate([np.zeros((1, tables.steps)), slips.cumsum(0)])
+    computed = [step for step in plan.steps[1:] if step in plan.weights]
+    passing = tables.sizes(errors[computed] - errors[[step + 1 for step in computed]])
+    moved = tables.growth[computed] * tables.response[computed] * (tables.deltas @ rows)[computed]
+    return total + passing @ moved**2
+
+
+def price(tables: Tables, plan: Plan) -> float:
+    """Expected relative error of the final latent: root mean square over the calibration runs."""
+    return float(np.sqrt(spread(tables, plan).mean()))

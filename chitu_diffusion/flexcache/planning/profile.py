@@ -1,0 +1,163 @@
+"""A profile: what calibration found out about a model, to plan any budget from; a few tables in one small file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+from safetensors.numpy import load_file, save_file
+
+from chitu_hooks import PatchError, Refusal, Sites
+from chitu_hooks.errors import nearest
+
+from ..constants import model_of
+from .gram import Tables
+from .grid import Grid, prediction_of
+from .key import Key
+
+FORMAT = 1
+LEAST = 4
+"""Prompts that a profile is made of, at least: fewer say nothing of how much prompts differ."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One budget, tried on prompts whose own tables were left out of the plan."""
+
+    computed: int
+    predicted: float
+    """Relative error of the latent that the plan foretold."""
+    error: float
+    """Relative error of the final latent that came out, the root of the mean square over the prompts."""
+    psnr: tuple[float, ...]
+    """Of each picture to the full run, in dB; empty where the calls returned no pictures."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What is known of the guided predictions of one model in one kind of run."""
+
+    model: str
+    """As `constants.model_of` names it; weights are not told apart."""
+    key: Key
+    tables: Tables
+    checks: tuple[Check, ...] = ()
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    # -- the file ---------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write the tables as safetensors, with everything else as JSON in the file's head."""
+        fields = {field.name: getattr(self.tables, field.name) for field in dataclasses.fields(self.tables)}
+        tensors = {name: np.ascontiguousarray(value) for name, value in fields.items() if value is not None}
+        head = {
+            "format": FORMAT,
+            "model": self.model,
+            "key": dataclasses.asdict(self.key),
+            "checks": [dataclasses.asdict(check) for check in self.checks],
+            "versions": self.versions,
+        }
+        save_file(tensors, Path(path).expanduser(), metadata={"chitu": json.dumps(head)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read what `save` wrote.
+
+        Raises:
+            PatchError: no such file, a truncated one, or one that is no profile.
+        """
+        file = Path(path).expanduser()
+        if not file.is_file():
+            siblings = [p.name for p in file.parent.glob("*.safetensors")] if file.parent.is_dir() else []
+            raise PatchError(f"planned: no profile {str(path)!r}{nearest(file.name, siblings)}")
+        try:
+            with safetensors.safe_open(file, framework="np") as opened:
+                head = json.loads((opened.metadata() or {})["chitu"])
+            if head["format"] != FORMAT:
+                raise PatchError(f"planned: {str(path)!r} has format {head['format']}, not {FORMAT}; calibrate again")
+            key = head["key"]
+            key["grid"]["sigmas"] = tuple(key["grid"]["sigmas"])
+            checks = tuple(Check(**{**check, "psnr": tuple(check["psnr"])}) for check in head["checks"])
+            found = Key(Grid(**key["grid"]), tuple(key["size"]), key["branches"], key["guidance"])
+            return cls(head["model"], found, Tables(**load_file(file)), checks, head["versions"])
+        except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise PatchError(
+                f"planned: {str(path)!r} is truncated or no profile ({type(error).__name__}); chitu calibrate --planned writes one"
+            ) from error
+
+    # -- what it fits -----------------------------------------------------------------------------------------------
+
+    def unlike(self, sites: Sites) -> Refusal | None:
+        """Why the profile cannot be used on these sites: it was measured on another model, or with another scheduler."""
+        own = model_of(sites)
+        if own != self.model:
+            return Refusal(f"the profile was measured on {self.model}, and this is {own}", "calibrate this model")
+        return self.unlike_scheduler(getattr(sites.pipe, "scheduler", None))
+
+    def unlike_scheduler(self, scheduler: Any) -> Refusal | None:
+        """The same for another scheduler, which may have been put there after patching."""
+        grid = self.key.grid
+        own = type(scheduler).__name__, prediction_of(scheduler)
+        if own == (grid.scheduler, grid.prediction):
+            return None
+        return Refusal(
+            f"the profile was measured with {grid.scheduler}, which takes {grid.prediction}, and this is {own[0]}, which "
+            f"takes {own[1]}",
+            "calibrate with this scheduler",
+        )
+
+    def without(self, samples: slice) -> Profile:
+        """The same but for some samples."""
+        tables = self.tables
+        final = None if tables.final is None else np.delete(tables.final, samples)
+        rest = dataclasses.replace(tables, gram=np.delete(tables.gram, samples, axis=0), final=final)
+        return dataclasses.replace(self, tables=rest)
+
+    def fitted(self, grid: Grid) -> Tables:
+        """The tables of a run on `grid`: the end of those measured, or what lies between them by sigma.
+
+        Between two positions the prediction is taken to change linearly over sigma. So the tables of another number of steps
+        are combinations of these.
+        """
+        own = self.key.grid
+        if grid.is_tail_of(own):
+            return self.tables.after(own.steps - grid.steps)
+        mixing = between(own, grid)
+        return Tables(np.asarray(grid.times), mixing @ self.tables.gram @ mixing.T, self.tables.final)
+
+    # -- what it foretells ------------------------------------------------------------------------------------------
+
+    def psnr(self, predicted: float) -> float | None:
+        """The PSNR to expect, in dB, of a plan with this predicted error; None where no pictures were compared.
+
+        Between the budgets that were tried by interpolation over the logarithm of the error, beyond them 20 dB a decade.
+        """
+        points = sorted(
+            (math.log10(check.predicted), float(np.mean(check.psnr))) for check in self.checks if check.psnr
+        )
+        if not points or predicted <= 0:
+            return None if not points else math.inf
+        x = math.log10(predicted)
+        if x <= points[0][0]:
+            return points[0][1] + 20 * (points[0][0] - x)
+        if x >= points[-1][0]:
+            return points[-1][1] - 20 * (x - points[-1][0])
+        return float(np.interp(x, [place for place, _ in points], [value for _, value in points]))
+
+
+def between(own: Grid, other: Grid) -> np.ndarray:
+    """(N', N): what each position of `other` is made of, from the two positions of `own` that its sigma lies between."""
+    times = np.asarray(own.times[:-1])
+    sign = 1.0 if times[-1] > times[0] else -1.0  # `interp` wants rising points, and sigmas mostly fall
+    places = np.interp(sign * np.asarray(other.times[:-1]), sign * times, np.arange(own.steps))
+    low = np.minimum(places.astype(int), own.steps - 2)
+    mixing = np.zeros((other.steps, own.steps))
+    mixing[np.arange(other.steps), low] = low + 1 - places
+    mixing[np.arange(other.steps), low + 1] = places - low
+    return mixing

@@ -1,0 +1,221 @@
+"""The mathematics of planned schedules: against brute force, on Gram matrices of smooth random paths."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from chitu_diffusion.flexcache.planning import (
+    Plan,
+    Setting,
+    Tables,
+    candidates,
+    fitted,
+    gap_costs,
+    improve,
+    plan,
+    plan_for_error,
+    price,
+    searched,
+    weights,
+)
+from chitu_diffusion.flexcache.planning.combine import matrix
+
+SETTINGS = [Setting(method, correct) for method in ("hold", "linear", "ridge") for correct in (False, True)]
+STEPS = 9
+
+
+def paths(steps: int = STEPS, runs: int = 3, size: int = 24, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Sigmas (N + 1) and velocities (P, N, size) that bend, differently in each run."""
+    dice = np.random.default_rng(seed)
+    sigmas = np.append(np.linspace(1, 0.08, steps), 0)
+    velocities = sum(
+        dice.normal(size=(runs, 1, size)) * np.cos(rate * sigmas[:steps, None] + dice.normal(size=(runs, 1, 1)))
+        for rate in (0.5, 2.0, 5.0, 9.0)
+    )
+    return sigmas, np.asarray(velocities)
+
+
+def made(velocities: np.ndarray, sigmas: np.ndarray, **more: np.ndarray) -> Tables:
+    return Tables(sigmas, velocities @ velocities.transpose(0, 2, 1) / velocities.shape[2], **more)
+
+
+@pytest.fixture(scope="module")
+def tables() -> Tables:
+    sigmas, velocities = paths()
+    return made(velocities, sigmas)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_the_search_finds_the_minimum_over_all_schedules(tables: Tables, setting: Setting) -> None:
+    costs = gap_costs(tables, setting)
+
+    def cost(steps: Sequence[int]) -> float:
+        return sum(costs[a, b, c] for a, b, c in zip((0, *steps), steps, (*steps[1:], STEPS))) ** 0.5
+
+    for budget, (steps, found) in enumerate(searched(tables, setting), 1):
+        every = [(0, *rest) for rest in itertools.combinations(range(1, STEPS), budget - 1)]
+        best = min(every, key=cost)
+        assert len(steps) == budget
+        assert found == pytest.approx(cost(best), rel=1e-9, abs=1e-12)
+        assert cost(steps) == pytest.approx(cost(best), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_the_cost_of_a_gap_is_what_the_weights_leave(setting: Setting) -> None:
+    """With one gap, nothing is left from before: the price of the plan and the cost of its gap are one number."""
+    sigmas, velocities = paths()
+    gains = np.linspace(1.0, 3.0, STEPS + 1)
+    setting = replace(setting, ridge=1e-10)  # weights and costs write the same differences in another basis
+    for tables in (made(velocities, sigmas), made(velocities, sigmas, gains=gains)):
+        costs = gap_costs(tables, setting)
+        for b, c in ((0, 3), (1, 3), (3, 6), (4, STEPS), (2, STEPS)):
+            steps = [*range(b + 1), *range(c, STEPS)]
+            found = fitted(tables, steps, setting)
+            cost = float(costs[max(b - 1, 0), b, c])
+            if tables.gains is None:
+                assert price(tables, found) == pytest.approx(cost**0.5, rel=1e-6, abs=1e-9)
+            elif cost > 1e-12:
+                plain = float(gap_costs(made(velocities, sigmas), setting)[max(b - 1, 0), b, c])
+                assert cost == pytest.approx(plain * gains[c] ** 2, rel=1e-9)
+
+
+def test_the_price_is_the_true_error_of_the_combined_velocities() -> None:
+    sigmas, velocities = paths()
+    tables = made(velocities, sigmas)
+    found = fitted(tables, (0, 1, 4, 6), Setting())
+    given = matrix(found, STEPS) @ velocities
+    slip = np.einsum("i,pis->ps", tables.deltas, given - velocities)
+    way = np.einsum("i,pis->ps", tables.deltas, velocities)
+    relative = (slip**2).sum(1) / (way**2).sum(1)
+    assert found.predicted == pytest.approx(float(np.sqrt(relative.mean())), rel=1e-9)
+    assert found.predicted > 1e-4
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_the_whole_budget_changes_nothing(tables: Tables, setting: Setting) -> None:
+    found = plan(tables, STEPS, setting)
+    assert found == Plan(tuple(range(STEPS)))  # no weights: the scheduler gets what it always got
+
+
+@pytest.mark.parametrize("correct", [False, True])
+def test_a_constant_velocity_is_held_exactly(correct: bool) -> None:
+    velocities = np.repeat(np.random.default_rng(1).normal(size=(2, 1, 8)), STEPS, 1)
+    tables = made(velocities, paths()[0])
+    for method in ("hold", "linear", "ridge"):
+        found = fitted(tables, (0, 4), Setting(method, correct))
+        assert found.predicted < 1e-6
+        assert all(np.isfinite(w) for pairs in found.weights.values() for _, w in pairs)
+
+
+@pytest.mark.parametrize("correct", [False, True])
+def test_a_straight_line_is_followed_exactly(correct: bool) -> None:
+    dice = np.random.default_rng(2)
+    velocities = dice.normal(size=(2, 1, 8)) + np.arange(STEPS)[:, None] * dice.normal(size=(2, 1, 8))
+    tables = made(velocities, paths()[0])
+    for method in ("linear", "ridge"):
+        found = fitted(tables, (0, 1, 4, 7), Setting(method, correct, ridge=1e-12))
+        assert found.predicted < 1e-6
+    assert fitted(tables, (0, 1, 4, 7), Setting("hold", False)).predicted > 1e-3
+
+
+def test_a_correction_needs_its_own_velocity_and_helps(tables: Tables) -> None:
+    steps = (0, 1, 4, 6, 8)
+    plain, corrected = (fitted(tables, steps, Setting(correct=c)) for c in (False, True))
+    assert set(plain.weights) == {2, 3, 5, 7}
+    assert set(corrected.weights) == {2, 3, 4, 5, 6, 7, 8}
+    assert {j for j, _ in corrected.weights[4]} == {4, 1, 0}
+    assert corrected.predicted < 0.8 * plain.predicted
+
+
+def test_weights_sum_to_one_and_read_only_what_was_computed(tables: Tables) -> None:
+    for setting in SETTINGS:
+        found = fitted(tables, (0, 2, 3, 7), setting)
+        for at, pairs in found.weights.items():
+            assert sum(w for _, w in pairs) == pytest.approx(1)
+            assert all(j <= at and j in found.steps for j, _ in pairs)
+
+
+def test_forecasts_by_name(tables: Tables) -> None:
+    gram = tables.mean
+    assert weights(gram, (4, 2), 6, "hold") == (1.0, 0.0)
+    assert weights(gram, (4, 2), 6, "linear") == (2.0, -1.0)
+    assert weights(gram, (4, 2), 6, "linear", times=[0, 0, 0, 0, 10, 0, 11, 0, 0]) == pytest.approx((1.1, -0.1))
+    assert weights(gram, (4,), 6) == (1.0,)
+    strong = weights(gram, (4, 2), 6, "ridge", ridge=1e9)
+    assert strong == pytest.approx((1.0, 0.0), abs=1e-6)
+    with pytest.raises(ValueError, match="no method 'cubic'"):
+        weights(gram, (4, 2), 6, "cubic")
+
+
+def test_ridge_without_pull_is_least_squares() -> None:
+    sigmas, velocities = paths(runs=1)
+    v = velocities[0]
+    u, *_ = np.linalg.lstsq(np.stack([v[4] - v[2], v[4] - v[1]], 1), v[6] - v[4], rcond=None)
+    found = weights(made(velocities, sigmas).gram[0], (4, 2, 1), 6, ridge=1e-13)
+    assert found == pytest.approx((1 + u.sum(), -u[0], -u[1]), rel=1e-5)
+
+
+def test_planning_beats_its_candidates_and_local_search_keeps_the_budget(tables: Tables) -> None:
+    for budget in (3, 5, 7):
+        found = plan(tables, budget)
+        assert len(found.steps) == budget
+        assert found.predicted <= min(candidate.predicted for candidate in candidates(tables, budget))
+
+
+def test_local_search_goes_by_the_errors_it_is_given(tables: Tables) -> None:
+    aim = (0, 5, 6, 8)
+    found = improve(
+        fitted(tables, (0, 1, 2, 3)),
+        lambda plans: [sum(abs(a - b) for a, b in zip(p.steps, aim)) for p in plans],
+        lambda steps: fitted(tables, steps),
+        STEPS,
+    )
+    assert found.steps == aim
+
+
+def test_the_fewest_steps_for_an_error(tables: Tables) -> None:
+    errors = [fitted(tables, steps).predicted for steps, _ in searched(tables)]
+    found = plan_for_error(tables, errors[4])
+    assert found.predicted <= errors[4]
+    assert all(error > errors[4] for error in errors[: len(found.steps) - 1])
+    assert len(plan_for_error(tables, 0.0).steps) == STEPS
+
+
+def test_passing_errors_cost_where_the_velocity_responds() -> None:
+    sigmas, velocities = paths()
+    calm = made(velocities, sigmas)
+    lively = made(velocities, sigmas, response=np.full(STEPS, 5.0))
+    steps = (0, 1, 4, 6)
+    assert fitted(lively, steps).predicted > fitted(calm, steps).predicted
+    assert (gap_costs(lively)[1, 2, 5]) > gap_costs(calm)[1, 2, 5]
+    none = Setting(correct=False)
+    assert fitted(lively, steps, none).predicted == fitted(calm, steps, none).predicted
+
+
+def test_a_run_that_begins_later(tables: Tables) -> None:
+    cut = tables.after(3)
+    assert cut.steps == STEPS - 3
+    assert np.array_equal(cut.gram[1], tables.gram[1, 3:, 3:])
+    assert plan(cut, 3).steps[0] == 0
+
+
+def test_plans_survive_json(tables: Tables) -> None:
+    found = plan(tables, 4)
+    assert Plan.from_dict(json.loads(json.dumps(found.as_dict()))) == found
+
+
+def test_what_does_not_go_together_is_refused(tables: Tables) -> None:
+    with pytest.raises(ValueError, match="do not go with"):
+        Tables(tables.sigmas[1:], tables.gram)
+    with pytest.raises(ValueError, match="not finite"):
+        Tables(tables.sigmas, tables.gram * np.nan)
+    with pytest.raises(ValueError, match="from 1 to 9"):
+        plan(tables, 10)
+    with pytest.raises(ValueError, match="rise from 0"):
+        fitted(tables, (1, 2))
