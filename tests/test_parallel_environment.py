@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,3 +144,22 @@ def test_an_exit_that_python_loses_is_not_printed(monkeypatch: pytest.MonkeyPatc
     Loses(KeyboardInterrupt())
     Loses(ValueError("a bug"))
     assert told == [SystemExit, ValueError]
+
+
+SCRIPT = Path(__file__).resolve().parent.parent / "ChituBench" / "scripts" / "srun_chitu.sh"
+
+
+def test_the_script_for_slurm_starts_a_process_a_gpu_on_every_node(tmp_path: Path) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    srun.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8"}
+    command = ["bash", str(SCRIPT), "--prompt", "a red apple", "--ulysses", "8"]
+    words = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    options = dict(itertools.pairwise(words))
+    assert (options["--nodes"], options["--ntasks"], options["--ntasks-per-node"]) == ("2", "16", "8")
+    assert "--kill-on-bad-exit=1" in words
+    assert words[words.index("chitu") :] == ["chitu", "run", *command[2:]]
+    del environment["SLURM_JOB_NUM_NODES"]
+    alone = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert alone.returncode != 0 and "start me with sbatch" in alone.stderr
