@@ -148,13 +148,16 @@ class AttentionContext:
         if frame is None or frame.encoder_hidden_states is None or frame.encoder_hidden_states is frame.hidden_states:
             return "self"
         image, text = frame.hidden_states.shape[1], frame.encoder_hidden_states
+        if text.dim() == 4 and ACTIVE.layout is None and image == query_tokens * text.shape[1]:
+            return "cross"  # WanAnimate's faces: (B, frames, S, C), and the queries of a frame see those of that frame
         if image < query_tokens <= image + text.shape[1] and query_tokens == key_tokens:
             return "joint"
         if query_tokens == image:
             return "cross"
         raise GenerationError(
             f"{self.layer}: attention of {query_tokens} queries on {key_tokens} keys, with {image} and {text.shape[1]} "
-            "tokens going into the processor, is neither self, joint nor cross attention"
+            "tokens going into the processor, is neither self, joint nor cross attention; use no feature that reuses or spreads "
+            "attention"
         )
 
     def text_span(self, query_tokens: int) -> tuple[int, int]:

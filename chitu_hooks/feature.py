@@ -62,8 +62,9 @@ class Feature:
         exactness: what the feature does to the output, see `Exactness`.
         order: its place among the features of one seam, see `Order`.
         skips_trunk: the feature calls `Call.skip_trunk`, so the engine keeps every stack's residual for each branch.
-        front, back: blocks at either end of the trunk that a skipped call still computes. Refiners come before the
-            trunk; they are skipped with it only when both are 0.
+        front, back: blocks at either end of the trunk that a skipped call still computes; a `back` between 0 and 1 is a part
+            of them, which leaves at least one block in and one out. Refiners come before the trunk; they are skipped with it
+            only when both are 0.
         reuses: what a skipped call gets from the last computed one: `residual`, added to this call's input; or `output`,
             whatever goes in now. `Branch.residuals` holds the one or the other.
 
@@ -76,7 +77,7 @@ class Feature:
     order: Order = Order.CACHE
     skips_trunk: bool = False
     front: int = 0
-    back: int = 0
+    back: int | float = 0
     reuses: Literal["residual", "output"] = "residual"
 
     def bind(self, sites: Sites, hook_map: HookMap) -> Refusal | None:

@@ -101,7 +101,7 @@ def refuse_cutting(sites: Sites, hook_map: HookMap, remedy: str) -> Refusal | No
             return Refusal(
                 f"the hook map {hook_map.name!r} ({hook_map.source}) does not say which arguments of {where} have one "
                 "entry a token",
-                "give that stack aligned={argument: role} in a map of your own",
+                "`chitu adapt` finds them and writes a map; or give that stack aligned={argument: role} in one of your own",
             )
         for block in stack.blocks:
             for name, module in block.module.named_modules():

@@ -104,6 +104,7 @@ def test_fields_of_hook_maps() -> None:
         "conditioning",
         "guidance",
         "exit",
+        "exit_role",
         "trunk_arguments",
         "source",
     ]

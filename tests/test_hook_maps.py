@@ -57,6 +57,10 @@ BAD: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: flux_map(exit="norm_outs"),
         ("'flux'", "'norm_outs'", "nearest: ", "norm_out"),
     ),
+    "wrong exit role": (
+        lambda: flux_map(exit="norm_out", exit_role="picture"),
+        ("'flux'", "exit_role", "'picture'", "known: image, joint"),
+    ),
     "wrong trunk argument": (
         lambda: flux_map(trunk_arguments=("controlnet_blocks",)),
         ("transformer.forward", "'controlnet_blocks'", "nearest: ", "controlnet_block_samples"),
