@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -17,7 +18,10 @@ import tiny_text
 from typer.testing import CliRunner, Result
 
 from chitu_diffusion.bench.files import write_json
+from chitu_diffusion.bench.flexcache import Bench
+from chitu_diffusion.bench.plan import Plan
 from chitu_diffusion.cli.main import app
+from chitu_diffusion.runtime import DiffusionTask
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = """
@@ -158,6 +162,22 @@ def test_collect_puts_sweeps_of_28_and_of_50_steps_side_by_side(done: Path, tmp_
     assert len(both["cases"]) == 2 * len(more["cases"])
     pictures = {path.name for path in (tmp_path / "both").glob("*.png")}
     assert pictures == {"flexcache_tradeoff.png", "flexcache_sheet.png"}, "one picture with a panel for each"
+
+
+def test_groups_are_as_large_as_the_time_allows() -> None:
+    bench = object.__new__(Bench)
+    bench.plan = Plan(task=DiffusionTask(prompts=("a cat",)), seeds=(0,), cases=(), output=Path("nowhere"))
+    bench.begun, bench.missing_seconds = time.monotonic(), None
+    for pace, seconds, count in (
+        (0.01, float("inf"), 8),  # 28 steps x 4 calls: 1.1 s a case
+        (0.2, float("inf"), 7),  # 22 s a case: 8 of them, the baseline one, are 180 s
+        (2.0, float("inf"), 4),  # not fewer, though they take long: each group has its baseline
+        (0.2, 60.0, 1),
+        (0.2, 30.0, 0),
+    ):
+        bench.pace, bench.plan = pace, dataclasses.replace(bench.plan, seconds=seconds)
+        assert bench.together(28) == count, (pace, seconds)
+    assert bench.missing_seconds == pytest.approx(44.8)
 
 
 def test_nothing_is_begun_that_does_not_fit(model: Path, inputs: Path, tmp_path: Path) -> None:

@@ -23,10 +23,10 @@ from .turns import summarise_turns, take_turns
 
 SHEET = 8
 """Pictures of each case that are kept, for the contact sheet."""
-TOGETHER = 8
-"""Cases that take turns with one another; they are stored when all of them are through."""
+TOGETHER, AT_LEAST = 8, 4
+"""Cases that take turns with one another; they are stored when all of them are through. Each group has its baseline."""
 GROUP_SECONDS = 180
-"""Fewer of them where that would take longer than this."""
+"""Fewer than `TOGETHER` where that would take longer than this, but `AT_LEAST` so many."""
 
 
 class Bench:
@@ -64,8 +64,8 @@ class Bench:
         one = steps * (self.plan.repeats + 1) * self.plan.timed
         if not self.fits(2 * one):
             return 0
-        seconds = min(self.left, GROUP_SECONDS)
-        return max(1, min(TOGETHER, int(seconds / (one * self.pace)) - 1))
+        soon = max(AT_LEAST, int(GROUP_SECONDS / (one * self.pace)) - 1)
+        return int(max(1, min(TOGETHER, soon, self.left / (one * self.pace) - 1)))
 
     def saw(self, steps: int, seconds: float) -> None:
         """So many steps of single pictures of the baseline took so long; the first picture of all may be slower."""
