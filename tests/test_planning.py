@@ -26,7 +26,12 @@ from chitu_diffusion.flexcache.planning import (
 )
 from chitu_diffusion.flexcache.planning.combine import matrix
 
-SETTINGS = [Setting(method, correct) for method in ("hold", "linear", "ridge") for correct in (False, True)]
+PLAIN = Setting(growth=0.0)
+SETTINGS = [
+    replace(PLAIN, method=method, correct=correct)
+    for method in ("hold", "linear", "ridge")
+    for correct in (False, True)
+]
 STEPS = 9
 
 
@@ -79,7 +84,7 @@ def test_the_cost_of_a_gap_is_what_the_weights_leave(setting: Setting) -> None:
             found = fitted(tables, steps, setting)
             cost = float(costs[max(b - 1, 0), b, c])
             if tables.gains is None:
-                assert price(tables, found) == pytest.approx(cost**0.5, rel=1e-6, abs=1e-9)
+                assert price(tables, found, setting) == pytest.approx(cost**0.5, rel=1e-6, abs=1e-9)
             elif cost > 1e-12:
                 plain = float(gap_costs(made(velocities, sigmas), setting)[max(b - 1, 0), b, c])
                 assert cost == pytest.approx(plain * gains[c] ** 2, rel=1e-9)
@@ -88,7 +93,7 @@ def test_the_cost_of_a_gap_is_what_the_weights_leave(setting: Setting) -> None:
 def test_the_price_is_the_true_error_of_the_combined_velocities() -> None:
     sigmas, velocities = paths()
     tables = made(velocities, sigmas)
-    found = fitted(tables, (0, 1, 4, 6), Setting())
+    found = fitted(tables, (0, 1, 4, 6), PLAIN)
     given = matrix(found, STEPS) @ velocities
     slip = np.einsum("i,pis->ps", tables.deltas, given - velocities)
     way = np.einsum("i,pis->ps", tables.deltas, velocities)
@@ -187,15 +192,11 @@ def test_the_fewest_steps_for_an_error(tables: Tables) -> None:
     assert len(plan_for_error(tables, 0.0).steps) == STEPS
 
 
-def test_passing_errors_cost_where_the_velocity_responds() -> None:
-    sigmas, velocities = paths()
-    calm = made(velocities, sigmas)
-    lively = made(velocities, sigmas, response=np.full(STEPS, 5.0))
-    steps = (0, 1, 4, 6)
-    assert fitted(lively, steps).predicted > fitted(calm, steps).predicted
-    assert (gap_costs(lively)[1, 2, 5]) > gap_costs(calm)[1, 2, 5]
-    none = Setting(correct=False)
-    assert fitted(lively, steps, none).predicted == fitted(calm, steps, none).predicted
+def test_early_errors_count_more(tables: Tables) -> None:
+    plain, grown = (gap_costs(tables, replace(PLAIN, growth=factor)) for factor in (0.0, 4.0))
+    times = [grown[gap] / plain[gap] for gap in ((0, 0, 3), (2, 3, 5), (5, 6, STEPS))]
+    assert times[0] == pytest.approx((1 + 4 * tables.sigmas[3] ** 6) ** 2)
+    assert times[0] > times[1] > times[2] == 1
 
 
 def test_a_run_that_begins_later(tables: Tables) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from typing import Any
 
-from caches import ACTS, fitting
+from caches import ACTS, fitting, ready
 from snapshot import snapshot
 
 from chitu_diffusion import patch
@@ -18,7 +18,7 @@ from .modes import Cell, Trial, left_behind, skipped
 from .table import Model
 
 STEPS = 8
-NOT_YET = ("cubic",)
+NOT_YET = ("cubic", "planned")
 """Strategies that the page has no column for yet."""
 STRATEGIES: dict[str, Params] = {name: ACTS[name] for name in PARAMS if name not in NOT_YET}
 """Strategy -> settings at which it has to skip."""
@@ -38,7 +38,7 @@ def outcome(trial: Trial, name: str, params: Params) -> Cell:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with patch(trial.pipe, cache=params) as handle:
+            with patch(trial.pipe, cache=ready(trial.pipe, params)) as handle:
                 out = trial.run()
                 report = handle.report()
             declined = [note for note in report.notes if note.startswith(f"{name}: ")]

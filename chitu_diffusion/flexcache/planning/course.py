@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class Course:
         plan: as it is now.
         guard: computed steps that it may have more or fewer than planned.
         always: positions that are never left out.
-        expected: PSNR to expect, in dB, if it is known.
+        expected: in words, what the report says is to be expected.
         notes: in what the run is none of those measured.
     """
 
@@ -50,7 +50,7 @@ class Course:
         *,
         guard: int = 0,
         always: frozenset[int] = frozenset(),
-        expected: float | None = None,
+        expected: Mapping[str, float] | None = None,
         notes: Sequence[str] = (),
     ) -> None:
         self.tables = tables
@@ -58,11 +58,11 @@ class Course:
         self.plan = self.planned = plan
         self.guard = guard
         self.always = always
-        self.expected = expected
+        self.expected = expected or {}
         self.notes = notes
         self.computed = frozenset(plan.steps)
         self.moves: list[str] = []
-        """What the guard did, in words."""
+        """In what the run is not as planned, in words."""
         self.surprises: list[float] = []
         """Of every computed step but the first: standard deviations of its innovation from that of the calibration."""
 
@@ -86,6 +86,7 @@ class Course:
     def add(self, position: int) -> None:
         """`position` is computed although it was not planned: what comes after it is forecast from it too."""
         self._take(self.computed | {position})
+        self.moves.append(f"computed step {position}, which could not be skipped")
 
     def _take(self, steps: Iterable[int]) -> None:
         self.plan = fitted(self.tables, sorted(steps), self.setting)
@@ -150,17 +151,11 @@ class Course:
         return float(logs.mean()), max(LEAST_SPREAD, float(logs.std(ddof=1)) if len(logs) > 1 else 0.0)
 
     def report(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
-            "computes": sorted(self.computed),
-            "of": self.steps,
-            "predicted error": float(f"{self.planned.predicted:.3g}"),
-        }
-        if self.expected is not None and math.isfinite(self.expected):
-            found["expected psnr"] = round(self.expected, 1)
+        found: dict[str, Any] = {"computes": sorted(self.computed), "of": self.steps, **self.expected}
         if self.surprises:
             found["surprise"] = round(float(np.mean(self.surprises)), 2)
-        if self.guard:
-            found["guard"] = self.moves or "kept to the plan"
+        if self.moves or self.guard:
+            found["changes"] = self.moves
         return found
 
 
@@ -209,9 +204,14 @@ class Planner:
             made.plan,
             guard=self.params.guard,
             always=made.limits.always,
-            expected=self.profile.psnr(made.plan.predicted),
+            expected=self._expected(made.plan.predicted),
             notes=made.notes,
         )
+
+    def _expected(self, predicted: float) -> dict[str, float]:
+        psnr = self.profile.psnr(predicted)
+        known = {} if psnr is None or not math.isfinite(psnr) else {"expected psnr": round(psnr, 1)}
+        return {"expected error": float(f"{self.profile.error(predicted):.3g}"), **known}
 
     def _make(self, grid: Grid, notes: tuple[str, ...]) -> Made:
         tables = self.profile.fitted(grid)

@@ -26,8 +26,7 @@ class Tables:
         sigmas: (N + 1), as the scheduler integrates over them; the last one is where the run ends.
         gram: (P, N, N) inner products of what the scheduler was given at the steps of each run, as means over the elements.
         final: (P) mean squares of the final latents; None makes errors relative to the way that the latent went.
-        gains: (N + 1) how many times an error of the latent before step k grows until the end; None is 1 throughout.
-        response: (N) by how much the velocity of step k moves when the latent before it moves by 1; None is 0 throughout.
+        gains: (N + 1) how many times an error of the latent before step k grows until the end; None: by rule.
 
     Raises:
         ValueError: shapes that do not go together, or numbers that are not finite.
@@ -37,10 +36,9 @@ class Tables:
     gram: Array
     final: Array | None = None
     gains: Array | None = None
-    response: Array | None = None
 
     def __post_init__(self) -> None:
-        for name in ("sigmas", "gram", "final", "gains", "response"):
+        for name in ("sigmas", "gram", "final", "gains"):
             value = getattr(self, name)
             if value is None:
                 continue
@@ -51,7 +49,7 @@ class Tables:
         steps, runs = len(self.sigmas) - 1, len(self.gram)
         if steps < 1 or not runs or self.gram.shape != (runs, steps, steps):
             raise ValueError(f"{len(self.sigmas)} sigmas do not go with Gram matrices of shape {self.gram.shape}")
-        for name, length in (("final", runs), ("gains", steps + 1), ("response", steps)):
+        for name, length in (("final", runs), ("gains", steps + 1)):
             value = getattr(self, name)
             if value is not None and value.shape != (length,):
                 raise ValueError(f"{name} has shape {value.shape}, not ({length},)")
@@ -65,11 +63,6 @@ class Tables:
     def deltas(self) -> Array:
         """(N) what each step multiplies its velocity with."""
         return np.diff(self.sigmas)
-
-    @cached_property
-    def growth(self) -> Array:
-        """(N + 1) `gains`, or ones."""
-        return np.ones(self.steps + 1) if self.gains is None else self.gains
 
     @cached_property
     def scale(self) -> Array:
@@ -98,5 +91,4 @@ class Tables:
         """The tables of a run that begins at step `start`, as img2img does."""
         cut = slice(start, None)
         gains = None if self.gains is None else self.gains[cut]
-        response = None if self.response is None else self.response[cut]
-        return Tables(self.sigmas[cut], self.gram[:, cut, cut], self.final, gains, response)
+        return Tables(self.sigmas[cut], self.gram[:, cut, cut], self.final, gains)

@@ -134,21 +134,25 @@ class Profile:
     # -- what it foretells ------------------------------------------------------------------------------------------
 
     def psnr(self, predicted: float) -> float | None:
-        """The PSNR to expect, in dB, of a plan with this predicted error; None where no pictures were compared.
+        """The PSNR to expect, in dB, of a plan with this predicted error; None where no pictures were compared."""
+        points = [(check.predicted, float(np.mean(check.psnr))) for check in self.checks if check.psnr]
+        return _read_off(points, predicted, -20.0) if points else None
 
-        Between the budgets that were tried by interpolation over the logarithm of the error, beyond them 20 dB a decade.
-        """
-        points = sorted(
-            (math.log10(check.predicted), float(np.mean(check.psnr))) for check in self.checks if check.psnr
-        )
-        if not points or predicted <= 0:
-            return None if not points else math.inf
-        x = math.log10(predicted)
-        if x <= points[0][0]:
-            return points[0][1] + 20 * (points[0][0] - x)
-        if x >= points[-1][0]:
-            return points[-1][1] - 20 * (x - points[-1][0])
-        return float(np.interp(x, [place for place, _ in points], [value for _, value in points]))
+    def error(self, predicted: float) -> float:
+        """The relative error of the final latent to expect: a plan foretells it for latents that did not drift meanwhile."""
+        points = [(check.predicted, math.log10(check.error)) for check in self.checks if check.error > 0]
+        return float(10 ** _read_off(points, predicted, 1.0)) if points else predicted
+
+
+def _read_off(points: list[tuple[float, float]], predicted: float, slope: float) -> float:
+    """Over the logarithm of `predicted`: between `points` on lines from each to the next, beyond them with `slope` a decade."""
+    if predicted <= 0:
+        return -slope * math.inf
+    x, known = math.log10(predicted), sorted((math.log10(at), value) for at, value in points)
+    (first, low), (last, high) = known[0], known[-1]
+    if x <= first or x >= last:
+        return low + slope * (x - first) if x <= first else high + slope * (x - last)
+    return float(np.interp(x, [at for at, _ in known], [value for _, value in known]))
 
 
 def between(own: Grid, other: Grid) -> np.ndarray:

@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 
 from ..schedule import growing, uniform
-from .combine import DEFAULT, Plan, Setting, fitted
+from .combine import DEFAULT, Plan, Setting, fitted, growth
 from .gram import Array, Index, Tables
 from .predict import solve
 
@@ -90,12 +90,19 @@ def _moved(steps: tuple[int, ...], total: int) -> Iterator[tuple[int, ...]]:
 # -- the exact search ---------------------------------------------------------------------------------------------------
 
 
-def searched(tables: Tables, setting: Setting = DEFAULT) -> list[tuple[tuple[int, ...], float]]:
+def searched(
+    tables: Tables, setting: Setting = DEFAULT, squares: Array | None = None
+) -> list[tuple[tuple[int, ...], float]]:
     """The best schedule of every budget from 1 to N, and its cost. One pass, exact for costs of gaps that add up.
 
     ``best[b, c]`` is the cheapest way to have computed m steps of which b and c are the last.
+
+    Args:
+        tables: of the calibration.
+        setting: what runs in the gaps.
+        squares: squared costs to go by, as `gap_costs` returns; those if None.
     """
-    costs = gap_costs(tables, setting) ** (setting.power / 2)
+    costs = (gap_costs(tables, setting) if squares is None else squares) ** (setting.power / 2)
     steps = tables.steps
     best = np.full((steps, steps), np.inf)
     best[0, 0] = 0
@@ -138,6 +145,7 @@ class _Gaps:
 
     def __init__(self, tables: Tables, setting: Setting) -> None:
         self.tables, self.setting = tables, setting
+        self.growth = growth(tables, setting)
         start = np.zeros((len(tables.gram), 1, tables.steps))
         steps = tables.deltas[None, :, None] * tables.relative
         self.ways_velocities = np.concatenate([start, steps.cumsum(1)], 1)  # <X_k, v_j>: (P, N + 1, N)
@@ -153,11 +161,8 @@ class _Gaps:
         corrected = forecast.copy()
         if self.setting.correct:
             corrected[:, :-1] = self._left(b, before, later[:-1], short[:, :-1], rests, ends=True)
-        if tables.response is not None and self.setting.correct:
-            spans = tables.sigmas[b] - tables.sigmas[later[:-1]]
-            corrected[:, :-1] += (tables.response[later[:-1]] * spans) ** 2 * forecast[:, :-1]
         corrected[:, 0] = 0  # no gap between neighbours
-        return np.maximum(corrected, 0) * tables.growth[later] ** 2
+        return np.maximum(corrected, 0) * self.growth[later] ** 2
 
     def _rests(self, b: int, later: Index) -> tuple[Array, Array]:
         """What holding v_b leaves of the way over the gap: its squared length (P, C), and <rest, v_j> (P, C, N)."""

@@ -16,8 +16,8 @@ SPEEDUPS = (1.5, 2.0, 3.0, 5.0)
 def told(profile: Profile) -> dict[str, Any]:
     """What the profile is of, and a plan for each of a few budgets, as plain data.
 
-    Under ``plans``: `steps` computed, `computes` which ones, `error` the relative error of the final latent that is foretold and
-    `expected` the PSNR, and of budgets that were tried what came out: `psnr` in the mean over the pictures and `worst`.
+    Under ``plans``: `steps` computed and `computes` which ones, what is to be expected, the relative `error` of the final latent
+    and the PSNR, `expected`; and of budgets that were tried what came out, `psnr` in the mean over the pictures and `worst`.
     """
     key = profile.key
     counts = {Planned(speedup=speedup).computed(key.grid.steps) for speedup in SPEEDUPS}
@@ -44,7 +44,7 @@ def _row(profile: Profile, count: int, check: Check | None) -> dict[str, Any]:
         "speedup": round(steps / count, 2),
         "steps": count,
         "computes": list(plan.steps),
-        "error": float(f"{plan.predicted:.3g}"),
+        "error": float(f"{profile.error(plan.predicted):.3g}"),
         "expected": None if expected is None or not math.isfinite(expected) else round(expected, 1),
         "psnr": round(sum(pictures) / len(pictures), 1) if pictures else None,
         "worst": round(min(pictures), 1) if pictures else None,

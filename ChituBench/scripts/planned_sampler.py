@@ -1,0 +1,176 @@
+"""The embedded model in a loop of its own, for `planned_ablation.py`: full runs with everything recorded, and runs of plans.
+
+B pictures, N steps, S tokens, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline
+
+from chitu_diffusion.demo import DEFAULTS, model_folder
+from chitu_diffusion.flexcache.planning import Plan, Tables
+
+BANDS = (0.0, 0.15, 0.35, 2.0)
+"""Edges of bands of spatial frequency, as parts of the highest along one axis."""
+PER_PICTURE = ("encoder_hidden_states", "pooled_projections")
+"""Inputs of the model that hold two rows a picture: without and with the prompt."""
+CHUNK = 24
+"""Pictures that are decoded at once."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What was recorded of B full runs: inputs of the model, velocities of the branches, results."""
+
+    inputs: dict[str, torch.Tensor]
+    start: torch.Tensor
+    sigmas: np.ndarray
+    branches: torch.Tensor
+    """(2, N, B, S * C) on the CPU: without and with the prompt."""
+    guidance: float
+    final: torch.Tensor
+    pictures: torch.Tensor
+
+    def some(self, which: Sequence[int]) -> Batch:
+        """Only the pictures of these numbers."""
+        chosen, count = list(which), len(self.start)
+        pairs = [*chosen, *(count + number for number in chosen)]
+        inputs = {name: part[pairs] if name in PER_PICTURE else part for name, part in self.inputs.items()}
+        return replace(
+            self, inputs=inputs, start=self.start[chosen], branches=self.branches[:, :, chosen],
+            final=self.final[chosen], pictures=self.pictures[chosen],
+        )  # fmt: skip
+
+    def tables(self, which: slice = slice(None)) -> Tables:
+        """Of the guided velocities of some of the pictures."""
+        return self._tables(self._guided(which), which)
+
+    def branch_tables(self) -> list[Tables]:
+        """Of what each branch adds to the guided velocity."""
+        weights = (1 - self.guidance, self.guidance)
+        return [self._tables(weight * branch, slice(None)) for weight, branch in zip(weights, self.branches)]
+
+    def band_tables(self) -> list[Tables]:
+        """Of the guided velocity in each of `BANDS`; their squares add up to the whole."""
+        return [self._tables(part, slice(None)) for part in split(self._guided(slice(None)))]
+
+    def _guided(self, which: slice) -> torch.Tensor:
+        off, on = self.branches[:, :, which]
+        return off + self.guidance * (on - off)
+
+    def _tables(self, velocities: torch.Tensor, which: slice) -> Tables:
+        rows = velocities.double().transpose(0, 1)
+        count = self.final[0].numel()
+        gram = rows @ rows.transpose(1, 2) / count
+        final = self.final[which].double().square().flatten(1).mean(1)
+        return Tables(self.sigmas, gram.numpy(), final.cpu().numpy())
+
+
+def split(velocities: torch.Tensor) -> list[torch.Tensor]:
+    """(N, B, S * C) -> the bands' spectra, real and imaginary parts side by side."""
+    steps, pictures, size = velocities.shape
+    side = round((size / 64) ** 0.5)
+    grid = velocities.view(steps, pictures, side, side, 16, 2, 2).permute(0, 1, 4, 2, 5, 3, 6)
+    spectrum = torch.fft.fft2(grid.reshape(steps, pictures, 16, 2 * side, 2 * side), norm="ortho")
+    axis = torch.fft.fftfreq(2 * side)
+    radius = 2 * torch.hypot(axis[:, None], axis[None])
+    return [
+        torch.view_as_real(spectrum * ((radius >= low) & (radius < high))).flatten(2) for low, high in pairwise(BANDS)
+    ]
+
+
+class Sampler:
+    """The pipeline's own loop: Euler steps on the guided velocity, with the latent in float32."""
+
+    def __init__(self, device: str) -> None:
+        self.pipe: Any = DiffusionPipeline.from_pretrained(str(model_folder()), torch_dtype=torch.float32).to(device)
+        self.device, self.guidance = device, float(DEFAULTS["guidance"])
+        self.height, self.width = DEFAULTS["height"], DEFAULTS["width"]
+        self.length = DEFAULTS["arguments"]["max_sequence_length"]
+
+    @torch.no_grad()
+    def record(self, items: Sequence[tuple[str, int]], steps: int) -> Batch:
+        """Full runs of (prompt, seed) pairs."""
+        inputs, start = self._inputs(items)
+        sigmas, times = self._schedule(steps)
+        latent, branches = start.clone(), torch.empty(2, steps, len(items), start[0].numel())
+        for step in range(steps):
+            off, on = self._branches(inputs, latent, times[step])
+            branches[:, step] = torch.stack([off, on]).flatten(2).cpu()
+            latent = latent + (sigmas[step + 1] - sigmas[step]) * (off + self.guidance * (on - off))
+        pictures = self.decode(latent)
+        return Batch(inputs, start, np.asarray(sigmas), branches, self.guidance, latent, pictures)
+
+    @torch.no_grad()
+    def run(self, batch: Batch, plan: Plan | Sequence[Plan]) -> torch.Tensor:
+        """The final latents of a plan, or of one for each picture; these one by one."""
+        if not isinstance(plan, Plan):
+            return torch.cat([self._run(batch.some([n]), own) for n, own in enumerate(plan)])
+        return self._run(batch, plan)
+
+    def _run(self, batch: Batch, plan: Plan) -> torch.Tensor:
+        sigmas, times = self._schedule(len(batch.sigmas) - 1)
+        latent, known = batch.start.clone(), {}
+        for step in range(len(times)):
+            if step in plan.steps:
+                off, on = self._branches(batch.inputs, latent, times[step])
+                known[step] = off + self.guidance * (on - off)
+            given = sum(w * known[j] for j, w in plan.weights.get(step, ((step, 1.0),)))
+            latent = latent + (sigmas[step + 1] - sigmas[step]) * given
+        return latent
+
+    def errors(self, batch: Batch, plan: Plan | None = None, latents: torch.Tensor | None = None) -> torch.Tensor:
+        """(B) relative squared errors of final latents, of a plan or given."""
+        if latents is None:
+            assert plan is not None
+            latents = self.run(batch, plan)
+        wrong = (latents - batch.final).double().square().flatten(1).mean(1)
+        return (wrong / batch.final.double().square().flatten(1).mean(1)).clamp_min(1e-20)
+
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """(B, 3, H, W) pictures on the CPU, floats from 0 to 1."""
+        vae = self.pipe.vae
+        grids = self.pipe._unpack_latents(latents, self.height, self.width, self.pipe.vae_scale_factor)
+        grids = grids / vae.config.scaling_factor + vae.config.shift_factor
+        parts = [vae.decode(part, return_dict=False)[0] for part in grids.split(CHUNK)]
+        return (torch.cat(parts) / 2 + 0.5).clamp(0, 1).cpu()
+
+    def _inputs(self, items: Sequence[tuple[str, int]]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        def encoded(prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            return self.pipe.encode_prompt(
+                prompt=prompts, prompt_2=None, device=self.device, max_sequence_length=self.length
+            )
+
+        off, off_pooled, text_ids = encoded([DEFAULTS["negative_prompt"]] * len(items))
+        on, on_pooled, _ = encoded([prompt for prompt, _ in items])
+        channels = self.pipe.transformer.config.in_channels // 4
+        shape = (1, channels, self.height, self.width, torch.float32, self.device)
+        noises = [self.pipe.prepare_latents(*shape, torch.Generator("cpu").manual_seed(seed)) for _, seed in items]
+        inputs = {
+            "encoder_hidden_states": torch.cat([off, on]),
+            "pooled_projections": torch.cat([off_pooled, on_pooled]),
+            "txt_ids": text_ids,
+            "img_ids": noises[0][1],
+        }
+        return inputs, torch.cat([noise for noise, _ in noises])
+
+    def _branches(self, inputs: dict[str, torch.Tensor], latent: torch.Tensor, time: float) -> torch.Tensor:
+        """(2, B, S, C) predictions without and with the prompt."""
+        both = torch.cat([latent, latent])
+        timestep = torch.full((len(both),), time / 1000, device=latent.device)
+        found = self.pipe.transformer(
+            hidden_states=both, timestep=timestep, guidance=None, return_dict=False, **inputs
+        )[0]
+        return found.unflatten(0, (2, -1))
+
+    def _schedule(self, steps: int) -> tuple[list[float], list[float]]:
+        self.pipe.scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), device=self.device)
+        return self.pipe.scheduler.sigmas.tolist(), self.pipe.scheduler.timesteps.tolist()
