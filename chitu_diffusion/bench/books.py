@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .cases import Case
-from .kinds import KINDS, PEERS
+from .kinds import KINDS, OURS, PEERS
 from .lab import Lab
 from .plan import Plan
 from .results import FORMAT, Results, code_digest, content_id, model_digest
@@ -36,7 +36,7 @@ class Books:
         self.lab = lab
         self.results = Results(plan.output)
         self.circumstances = circumstances(torch.device(lab.device))
-        self.code = code_digest("flexcache")
+        self.code = {kind: code_digest(package) for kind, package in OURS.items()}
         self.steps = sorted({case.steps for case in plan.cases})
         self.baselines = {steps: self._baseline(steps) for steps in self.steps}
 
@@ -71,8 +71,8 @@ class Books:
         """The record of a case as far as it has been measured; a case that failed in another run is tried again."""
         content: dict[str, Any] = {"case": case.content(), "baseline": self.baselines[case.steps]["id"]}
         kind = KINDS[case.kind]
-        if case.kind == "chitu":
-            content["code"] = self.code
+        if case.kind in OURS:
+            content["code"] = self.code[case.kind]
         elif kind.package is not None:
             content["package"] = version_of(kind.package)
         name = content_id(content)
