@@ -19,6 +19,9 @@ from .timing import circumstances
 Open = tuple[Case, dict[str, Any]]
 """A case and its record, as far as it has been measured."""
 
+GROUP = 4
+"""Cases of one group, for an estimate of the work: each group has its own calls of the baseline."""
+
 COMPARED = ("torch", "diffusers", "transformers")
 """Packages whose version is part of what a baseline is."""
 
@@ -109,7 +112,7 @@ class Books:
         turns = (self.plan.repeats + 1) * self.plan.timed
         timing, quality = self.open_cases("timing"), self.open_cases("quality")
         timed = sum(case.steps * turns for case, _ in timing)
-        timed += sum(steps * turns for steps in {case.steps for case, _ in timing})
+        timed += sum(group[0][0].steps * turns for group in groups_of(timing, lambda steps: GROUP))
         drawn = sum(case.steps for case, _ in quality) + sum({case.steps for case, _ in quality})
         return timed + drawn * len(self.plan.items)
 
