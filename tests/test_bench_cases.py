@@ -64,6 +64,8 @@ def test_the_shipped_prompts_are_divided_into_tuning_and_test(tmp_path: Path) ->
         ("cases: [{kind: diffusers, use: magcache, params: {treshold: 1}}]", "'treshold'; nearest: threshold"),
         ("cases: [{kind: fewer steps, params: {count: 99}}]", "from 1 to 28, the steps, not 99"),
         ("cases: [{kind: coarser grid, params: {count: 9, schedule: uniforn}}]", "nearest: uniform"),
+        ("cases: [{kind: attention, use: sdpa_flsh}]", "nearest: sdpa_flash"),
+        ("cases: [{kind: attention, use: auto, params: {a: 1}}]", "use names a kernel, and there are no params"),
         ("cases: [{use: fbcache, steps: 0}]", "steps are whole numbers from 1, not 0"),
         ("cases: [{use: fbcache}, {use: fbcache}]", "is there twice"),
         ("cases: [", "is no YAML"),

@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 from chitu_diffusion.bench.files import write_json
 from chitu_diffusion.bench.flexcache import Bench
 from chitu_diffusion.bench.plan import Plan
+from chitu_diffusion.bench.results import summary
 from chitu_diffusion.cli.main import app
 from chitu_diffusion.runtime import DiffusionTask
 
@@ -28,6 +29,7 @@ CASES = """
 steps: 6
 cases:
   - {use: static, params: {steps: uniform}, vary: {budget: [3, 6]}, quick: true}
+  - {kind: attention, use: sdpa_math}
   - {kind: coarser grid, params: {count: 6}}
   - {kind: coarser grid, params: {count: 3}}
   - {kind: fewer steps, params: {count: 3}}
@@ -104,6 +106,12 @@ def test_what_skips_nothing_is_equal(done: Path) -> None:
         assert quality["flops_ratio"] == 1
 
 
+def test_an_attention_kernel_is_a_case(done: Path) -> None:
+    quality = records(done)["attention sdpa_math"]["quality"]
+    assert quality["metrics"]["psnr"]["worst"] > 90 and quality["flops_ratio"] == 1
+    assert list(quality["calls"].values()) == 2 * [{"full": 6.0}]
+
+
 def test_coupled_cases_are_drawn_one_by_one(done: Path) -> None:
     cases = records(done)
     assert cases["static steps=uniform, budget=3"]["quality"]["batch"] == 4
@@ -137,7 +145,7 @@ def test_collect_never_mixes_baselines(done: Path, model: Path, inputs: Path, tm
     names = {path.name for path in (tmp_path / "all").iterdir()}
     assert {"flexcache.json", "flexcache.md", "flexcache_tradeoff.png", "flexcache_sheet.png"} <= names
     data = json.loads((tmp_path / "all" / "flexcache.json").read_text())
-    assert [b["id"] for b in data["baselines"]] == [one, two] and len(data["cases"]) == 10
+    assert [b["id"] for b in data["baselines"]] == [one, two] and len(data["cases"]) == 11
     assert (tmp_path / "all" / "flexcache.md").read_text().count("| baseline |") == 2
     assert "samples" not in json.dumps(data["cases"][0]["quality"])
     again = chitu("bench", "collect", tmp_path / "all" / "flexcache.json", "--output", tmp_path / "again")
@@ -178,6 +186,17 @@ def test_groups_are_as_large_as_the_time_allows() -> None:
         bench.pace, bench.plan = pace, dataclasses.replace(bench.plan, seconds=seconds)
         assert bench.together(28) == count, (pace, seconds)
     assert bench.missing_seconds == pytest.approx(44.8)
+
+
+def test_the_best_cases_at_half_the_flops_have_rows_in_the_readme(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "ChituBench" / "scripts")
+    import report_readme
+
+    rows = report_readme.caches(summary([done]))
+    assert [len(row) for row in rows] == 3 * [len(report_readme.COLUMNS)]
+    assert ["PSNR" in row[7] and "no cache" in row[4] for row in rows] == 3 * [True]
+    names = [row[0] for row in rows]
+    assert names[1].startswith("flux model: diffusers first_block_cache") and "count=3" in names[2], names
 
 
 def test_nothing_is_begun_that_does_not_fit(model: Path, inputs: Path, tmp_path: Path) -> None:

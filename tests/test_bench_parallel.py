@@ -128,6 +128,19 @@ def test_collect_keeps_benches_apart(done: tuple[Path, list[str], str], tmp_path
         Results(folder)
 
 
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_the_fastest_mode_has_a_row_in_the_readme(
+    done: tuple[Path, list[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "ChituBench" / "scripts")
+    import report_readme
+
+    (row,) = report_readme.ranks(summary([done[0]]))
+    assert len(row) == len(report_readme.COLUMNS)
+    assert row[0] == "flux model: cfg 2" and "one process" in row[4] and row[8] == "`chitu bench parallel`"
+
+
 def test_mistakes_are_told_before_anything_starts(tmp_path: Path) -> None:
     for words, told in (
         (["--nproc", "1"], "--nproc '1' is not a list of whole numbers from 2"),

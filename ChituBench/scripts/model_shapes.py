@@ -23,12 +23,12 @@ from typing import Any
 
 import diffusers as D
 import torch
-import torch._dynamo.config
 from diffusers.utils import logging as diffusers_logging
 from scaling_shapes import SHAPES, SMALL, Shape, _bare
 
 from chitu_diffusion import patch
 from chitu_diffusion.bench.cases import Case
+from chitu_diffusion.bench.compiled import compile_blocks
 from chitu_diffusion.bench.errors import one_line
 from chitu_diffusion.bench.kinds import KINDS, Setting
 from chitu_diffusion.bench.timing import Budget, Stopwatch, circumstances, store
@@ -166,13 +166,7 @@ class Bench:
         self.arguments = self.shape.arguments(device, dtype, self.steps)
 
     def compile(self) -> None:
-        """Compile every block of the trunk, as ``compile_repeated_blocks`` does for the classes that name theirs."""
-        options: dict[str, Any] = {"backend": "eager"} if self.tiny else {}
-        with patch(self.pipe) as handle:
-            stacks = [stack for denoiser in handle.sites.denoisers for stack in denoiser.stacks]
-        for stack in stacks:
-            for block in stack.blocks:
-                block.module.compile(fullgraph=True, **options)
+        compile_blocks(self.pipe, **({"backend": "eager"} if self.tiny else {}))
 
     def eager_again(self) -> None:
         """Take compiling off."""
@@ -322,7 +316,6 @@ def main() -> None:
     budget = Budget(float("inf") if tiny else options.budget_seconds)
     diffusers_logging.set_verbosity_error()
     warnings.simplefilter("ignore", ChituWarning)  # that so few steps are not what a cache is for
-    torch._dynamo.config.recompile_limit = 64  # one graph of each block class for each setting
     result: dict[str, Any] = {
         "what": "speed only: random weights",
         "size": options.size,

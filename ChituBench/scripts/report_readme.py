@@ -30,8 +30,8 @@ def headline(results: dict[str, Any]) -> str:
         rows += overhead(results["overhead"])
     if results["attention"] is not None and results["model_shapes"] is None:
         rows += attention(results["attention"])
-    if results["parallel"] is not None:
-        rows += two_gpus(results["parallel"])
+    for runs in results["parallel"] or ():
+        rows += several_gpus(runs)
     if results["flexcache"] is not None:
         rows += caches(results["flexcache"])
     if results["parallel_bench"] is not None:
@@ -99,31 +99,41 @@ def shapes(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def two_gpus(data: dict[str, Any]) -> list[list[str]]:
-    """The fastest of ours at each size, beside the fastest of diffusers' own on as many GPUs."""
+GPU_SHAPES = {
+    "flux-1024": ("FLUX.1-dev", "1024²"),
+    "flux-2048": ("FLUX.1-dev", "2048²"),
+    "qwen-1024": ("Qwen-Image", "1024²"),
+    "wan-480p": ("Wan2.1-1.3B", "480p, 81 frames"),
+}
+
+
+def several_gpus(runs: list[dict[str, Any]]) -> list[list[str]]:
+    """The fastest of ours at each size, beside the fastest of diffusers' own, from runs on as many GPUs."""
     rows = []
-    for shape, size in (("flux-1024", "1024²"), ("flux-2048", "2048²")):
-        found = {
-            title: row for run in data["runs"] for title, row in run["shapes"].get(shape, {}).items() if "ms" in row
+    for shape, (name, size) in GPU_SHAPES.items():
+        timed_rows = {
+            title: row
+            for run in runs
+            for title, row in run["shapes"].get(shape, {}).items()
+            if "ms" in row and row.get("correct", True)
         }
-        single = [row["ms"] for title, row in found.items() if title.startswith("one GPU")]
-        ours = {t: r for t, r in found.items() if not t.startswith(("one GPU", "diffusers"))}
-        others = {t: r for t, r in found.items() if t.startswith("diffusers")}
+        single = [row["ms"] for title, row in timed_rows.items() if title.startswith("one GPU")]
+        ours = {t: r for t, r in timed_rows.items() if not t.startswith(("one GPU", "diffusers"))}
+        others = {t: r["ms"] for t, r in timed_rows.items() if t.startswith("diffusers")}
         if not single or not ours:
             continue
-        run, title = data["runs"][0], min(ours, key=lambda title: ours[title]["ms"])
-        ms, off = ours[title]["ms"], ours[title]["relative_difference"]
-        beside = min(others, key=lambda title: others[title]["ms"], default=None)
+        title, row = min(ours.items(), key=lambda item: item[1]["ms"])
+        beside = min(others.items(), key=lambda item: item[1], default=None)
         rows.append(
             [
-                f"{FLUX}, compiled: {title}",
-                f"{run['ranks']} × {run['machine']['gpu']}, {short(run['versions']['torch'])}",
+                f"{name} shape, random weights, compiled: {title}",
+                f"{runs[0]['ranks']} × {runs[0]['machine']['gpu']}, {short(runs[0]['versions']['torch'])}",
                 size,
-                f"{ms:.1f} ({min(single) / ms:.2f}× of one GPU)",
-                f"{beside} {others[beside]['ms']:.1f}" if beside else "",
+                f"{row['ms']:.1f} ({min(single) / row['ms']:.2f}× of one GPU)",
+                f"{beside[0]} {beside[1]:.1f}" if beside else "",
                 "",
                 "",
-                f"off by {off:.1%} (bfloat16)",
+                f"off by {row['relative_difference']:.1%} (bfloat16)",
                 script("parallel_scaling.py"),
             ]
         )
@@ -202,8 +212,12 @@ def script(name: str) -> str:
 def stored(folder: Path, read: Any) -> dict[str, Any]:
     """Name -> what is stored, for every file that the table reads; None for one that is not there."""
     found: dict[str, Any] = {}
-    for name in ("overhead", "attention", "parallel", "model_shapes"):
+    for name in ("overhead", "attention", "model_shapes"):
         found[name] = read(name) if (folder / f"{name}.json").is_file() else None
+    # One file for each number of GPUs; the first measurement, of two, as long as there is none.
+    by_ranks = [[read(path.stem)] for path in sorted(folder.glob("parallel_x*.json"))]
+    first = [read("parallel")["runs"]] if (folder / "parallel.json").is_file() else None
+    found["parallel"] = by_ranks or first
     for name in ("flexcache", "parallel_bench"):
         path = folder / f"{name}.json"
         found[name] = summary([path]) if path.is_file() else None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .cases import Case
-from .kinds import KINDS, PEERS
+from .kinds import KINDS, OURS, PEERS
 from .lab import Lab
 from .plan import Plan
 from .results import FORMAT, Results, code_digest, content_id, model_digest
@@ -18,6 +18,9 @@ from .timing import circumstances
 
 Open = tuple[Case, dict[str, Any]]
 """A case and its record, as far as it has been measured."""
+
+GROUP = 4
+"""Cases of one group, for an estimate of the work: each group has its own calls of the baseline."""
 
 COMPARED = ("torch", "diffusers", "transformers")
 """Packages whose version is part of what a baseline is."""
@@ -36,7 +39,7 @@ class Books:
         self.lab = lab
         self.results = Results(plan.output)
         self.circumstances = circumstances(torch.device(lab.device))
-        self.code = code_digest("flexcache")
+        self.code = {kind: code_digest(package) for kind, package in OURS.items()}
         self.steps = sorted({case.steps for case in plan.cases})
         self.baselines = {steps: self._baseline(steps) for steps in self.steps}
 
@@ -71,8 +74,8 @@ class Books:
         """The record of a case as far as it has been measured; a case that failed in another run is tried again."""
         content: dict[str, Any] = {"case": case.content(), "baseline": self.baselines[case.steps]["id"]}
         kind = KINDS[case.kind]
-        if case.kind == "chitu":
-            content["code"] = self.code
+        if case.kind in OURS:
+            content["code"] = self.code[case.kind]
         elif kind.package is not None:
             content["package"] = version_of(kind.package)
         name = content_id(content)
@@ -109,7 +112,7 @@ class Books:
         turns = (self.plan.repeats + 1) * self.plan.timed
         timing, quality = self.open_cases("timing"), self.open_cases("quality")
         timed = sum(case.steps * turns for case, _ in timing)
-        timed += sum(steps * turns for steps in {case.steps for case, _ in timing})
+        timed += sum(group[0][0].steps * turns for group in groups_of(timing, lambda steps: GROUP))
         drawn = sum(case.steps for case, _ in quality) + sum({case.steps for case, _ in quality})
         return timed + drawn * len(self.plan.items)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from chitu_diffusion import patch
+from chitu_diffusion.attention import make_attention
 from chitu_diffusion.flexcache import make_params, make_strategy
 from chitu_diffusion.flexcache.schedule import growing, uniform
 from chitu_hooks import Handle, HookMap
@@ -101,6 +102,24 @@ class Chitu(Kind):
         }
         with patch(setting.pipe, cache=make_params(case.use, params), hook_map=setting.hook_map) as handle:
             yield handle
+
+
+class Attention(Kind):
+    """An attention kernel of ours by name, or `auto`; the pipeline computes every step."""
+
+    def check(self, case: Case) -> None:
+        _only_kernel(case)
+
+    @contextlib.contextmanager
+    def on(self, setting: Setting, case: Case) -> Iterator[Handle]:
+        with patch(setting.pipe, attention=case.use, hook_map=setting.hook_map) as handle:
+            yield handle
+
+
+def _only_kernel(case: Case) -> None:
+    if not case.use or case.params:
+        raise BenchError(f"{case.kind}: use names a kernel, and there are no params")
+    make_attention(case.use)
 
 
 class FewerSteps(Kind):
@@ -282,12 +301,16 @@ def _fields(what: str, cls: Any, given: set[str]) -> None:
 KINDS: dict[str, Kind] = {
     "baseline": Baseline(),
     "chitu": Chitu(),
+    "attention": Attention(),
     "fewer steps": FewerSteps(),
     "coarser grid": CoarserGrid(),
     "diffusers": Diffusers(),
     "cache-dit": CacheDit(),
 }
 """Name in a case file -> what puts it on."""
+
+OURS = {"chitu": "flexcache", "attention": "attention"}
+"""Kinds that are our work, and the package of ours that it is in."""
 
 PEERS = ("diffusers", "cache-dit")
 """Kinds that are other people's work."""

@@ -7,6 +7,7 @@ cannot be taken off, so its modes come last, each on a pipeline of its own, and 
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from chitu_diffusion.runtime.metrics import synchronizer
 from chitu_hooks import Handle
 
 from .books import model_content
+from .compiled import compile_blocks
 from .errors import BenchError, one_line
 from .kernel_kinds import exchange_seconds
 from .lab import Lab, noted
@@ -136,7 +138,7 @@ class Bench:
         """Draw the picture: seconds of each stage, milliseconds of each step, the last latents."""
         stages, watch = Stages(synchronizer(self.device)), Watch(self.device)
         item = (self.plan.task.prompts[0], self.plan.task.seed)
-        with handle.also(stages, watch), quiet(self.lab.pipe), noted():
+        with handle.also(stages, watch), quiet(self.lab.pipe), noted() as notes:
             self.lab.pipe(**self.lab.arguments(baseline_case(self.steps), [item]))
         laps = watch.marks.laps()
         return {
@@ -144,6 +146,7 @@ class Bench:
             # The first step of guidance on ranks runs every branch on each.
             "ms": statistics.median(laps[1:] or laps),
             "latents": watch.latents,
+            "notes": sorted(notes),
         }
 
     def together(self, mode: Mode, work: Callable[[Handle], Any]) -> tuple[Any, str | None]:
@@ -192,11 +195,10 @@ class Bench:
                 self.store(mode, found[mode.name], fastest, times[fastest.name])
         if peers:
             self.renew()
-            again = self.turns([fastest])
-            self.tell(
-                f"{fastest.name}, once more: {ms_of(again[fastest.name]):.1f} ms a step, "
-                f"{ms_of(times[fastest.name]):.1f} before"
-            )
+            again = self.turns([fastest]).get(fastest.name)
+            if again is not None:
+                before = ms_of(times[fastest.name])
+                self.tell(f"{fastest.name}, once more: {ms_of(again):.1f} ms a step, {before:.1f} before")
 
     def renew(self) -> None:
         """A pipeline that nothing has touched."""
@@ -205,11 +207,7 @@ class Bench:
 
     def compile(self) -> None:
         if self.plan.compiled:
-            torch._dynamo.reset()
-            for name in ("transformer", "transformer_2", "unet"):
-                module = getattr(self.lab.pipe, name, None)
-                if module is not None:
-                    module.compile_repeated_blocks(fullgraph=True)
+            compile_blocks(self.lab.pipe, self.lab.hook_map)
 
     def turns(self, modes: list[Mode]) -> dict[str, list[dict[str, Any]]]:
         """Check each mode, then time those that passed, one call each a round; mode -> its calls, the first with more."""
@@ -240,8 +238,7 @@ class Bench:
         if not mode.single:
             dist.barrier()
         found = self.once(handle)
-        del found["latents"]
-        return found
+        return {key: found[key] for key in ("seconds", "ms")}
 
     def check(self, mode: Mode) -> dict[str, Any] | None:
         """How far the picture of `mode` is off that of one process, and what its features tell; None: it failed."""
@@ -254,12 +251,13 @@ class Bench:
         dist.all_gather_object(everyone, mine)
         if self.expected is None:
             self.expected = everyone[0]
-        off = max(relative_l2(latents, self.expected) for latents in everyone if latents is not None)
-        if off > TOLERANCE[self.lab.dtype]:
+        every = [relative_l2(latents, self.expected) for latents in everyone if latents is not None]
+        off = next((value for value in every if not math.isfinite(value)), max(every))
+        if not off <= TOLERANCE[self.lab.dtype]:  # nor is what is not a number
             self.fail(mode, f"the picture is not that of one process: latents differ by {off:.2g} (2-norm, relative)")
             return None
         self.tell(f"checked {mode.name}: off by {off:.1g}")
-        return {"off": off, "features": found["features"] if found else None}
+        return {"off": off, **({key: found[key] for key in ("features", "notes")} if found else {})}
 
     def reported(self, handle: Handle) -> dict[str, Any]:
         found = self.once(handle)
@@ -302,6 +300,8 @@ class Bench:
             "error": None,
             "off": first["off"],
             "features": first["features"],
+            "notes": first["notes"],
+            "threads": mode.threads or (torch.get_num_threads() if self.cores else None),
             "timing": timing,
         }
         self.results.put_case(record)

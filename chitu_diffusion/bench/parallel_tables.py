@@ -54,6 +54,8 @@ def _group(baseline: dict[str, Any], cases: list[dict[str, Any]]) -> str:
     lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     lines += [_row(case) for case in timed(cases)]
     lines += [_failed(case) for case in cases if case["error"] is not None]
+    notes = [f"- {case['case']['name']}: {note}" for case in timed(cases) for note in case["notes"]]
+    lines += ["", *notes] if notes else []
     return "\n".join(lines)
 
 

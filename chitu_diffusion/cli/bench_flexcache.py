@@ -12,7 +12,7 @@ from . import options as o
 from .group import UserError, say
 
 PLAN = "What is measured"
-QUICK_PROMPTS = 4
+QUICK_PROMPTS = 3
 
 
 def _option(panel: str, name: str, text: str, metavar: str | None = None) -> Any:

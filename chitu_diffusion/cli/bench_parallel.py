@@ -119,11 +119,12 @@ def _start(plan: Plan, counts: list[int]) -> None:
 
     from .ranks import check_devices
 
-    Results(plan.output, "parallel")  # what is wrong with the folder or the model is told before anything is started
+    # What is wrong with the model, the device or the folder is told before anything is started.
     model_source(plan.task.model)
     pick_device(plan.task.device, plan.task.require_gpu)
     for count in counts:
         check_devices(plan.task.device, count)
+    Results(plan.output, "parallel")
     for count in counts:
         try:
             failure = launch(["-m", "chitu_diffusion.cli.main", *sys.argv[1:]], count)
