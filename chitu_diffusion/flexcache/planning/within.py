@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from .combine import Plan, Setting, fitted
 from .gram import Array, Tables
-from .schedule import gap_costs, improve, plan, searched
+from .schedule import gap_costs, plan, searched
 
 
 @dataclass(frozen=True)
@@ -32,21 +31,12 @@ class Limits:
         inside = range(start + 1, end)
         return (self.longest is None or len(inside) <= self.longest) and self.always.isdisjoint(inside)
 
-    def allow(self, steps: tuple[int, ...], total: int) -> bool:
-        """Whether a plan may compute just `steps` of `total`."""
-        return all(map(self.spans, steps, (*steps[1:], total)))
-
 
 def plan_within(tables: Tables, budget: int, setting: Setting, limits: Limits) -> Plan:
     """The best plan of `budget` computed steps, or of the fewest more with which the limits can be kept."""
     if limits.free:
         return plan(tables, budget, setting)
-    best = next(found for found in plans_within(tables, setting, limits) if len(found.steps) >= budget)
-
-    def errors(plans: list[Plan]) -> list[float]:
-        return [found.predicted if limits.allow(found.steps, tables.steps) else np.inf for found in plans]
-
-    return improve(best, errors, partial(fitted, tables, setting=setting), tables.steps)
+    return next(found for found in plans_within(tables, setting, limits) if len(found.steps) >= budget)
 
 
 def plans_within(tables: Tables, setting: Setting, limits: Limits) -> Iterator[Plan]:
