@@ -75,15 +75,16 @@ def rows(study: Study, budget: int, sweeps: int) -> Iterator[tuple[str, Callable
         if entry["of"] == steps and len(entry["steps"]) == budget:
             yield f"{name}, hold", partial(fitted, tables, entry["steps"], HOLD)
     for setting in (HOLD, LINE, LEAST):
-        flat = replace(setting, growth=0.0)
+        flat = replace(setting, growth=0.0, response=0.0)
         yield f"planned, {setting.method}, unsigned", partial(fitted, tables, unsigned(tables, flat, budget), flat)
         yield f"planned, {setting.method}", partial(study.searched, budget, flat)
         yield f"planned, {setting.method}, growth", partial(study.searched, budget, setting)
     yield "planned, ridge of 3, growth", partial(study.searched, budget, LEAST, replace(LEAST, memory=3))
     full = Setting()
-    yield "+ correction (no growth)", partial(study.searched, budget, replace(full, growth=0.0))
-    for growth in (2.0, 4.0, 8.0):
-        yield f"+ correction, growth {growth:g}", partial(study.searched, budget, replace(full, growth=growth))
+    for growth, response in ((0.0, 0.0), (4.0, 0.0), (4.0, 0.25), (4.0, 0.5), (4.0, 1.0), (8.0, 0.5), (2.0, 0.5)):
+        priced = replace(full, growth=growth, response=response)
+        yield f"+ correction, growth {growth:g}, response {response:g}", partial(study.searched, budget, priced)
+    yield "+ correction, pull 0.3", partial(study.searched, budget, replace(full, ridge=0.3))
     yield "+ correction, line instead of ridge", partial(study.searched, budget, Setting("linear"))
     yield "+ correction of 4", partial(study.searched, budget, full, replace(full, memory=3))
     yield "uniform, corrected", partial(fitted, tables, uniform(budget, steps), full)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ..schedule import growing, uniform
-from .combine import DEFAULT, Plan, Setting, fitted, growth
+from .combine import DEFAULT, Plan, Setting, fitted, growth, response
 from .gram import Array, Index, Tables
 from .predict import solve
 
@@ -144,7 +144,7 @@ class _Gaps:
 
     def __init__(self, tables: Tables, setting: Setting) -> None:
         self.tables, self.setting = tables, setting
-        self.growth = growth(tables, setting)
+        self.growth, self.response = growth(tables, setting), response(tables, setting)
         start = np.zeros((len(tables.gram), 1, tables.steps))
         steps = tables.deltas[None, :, None] * tables.relative
         self.ways_velocities = np.concatenate([start, steps.cumsum(1)], 1)  # <X_k, v_j>: (P, N + 1, N)
@@ -160,6 +160,8 @@ class _Gaps:
         corrected = forecast.copy()
         if self.setting.correct:
             corrected[:, :-1] = self._left(b, before, later[:-1], short[:, :-1], rests, ends=True)
+            moved = self.response[later[:-1]] * (tables.sigmas[b] - tables.sigmas[later[:-1]])
+            corrected[:, :-1] += moved**2 * forecast[:, :-1]
         corrected[:, 0] = 0  # no gap between neighbours
         return np.maximum(corrected, 0) * self.growth[later] ** 2
 
