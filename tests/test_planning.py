@@ -26,7 +26,7 @@ from chitu_diffusion.flexcache.planning import (
 )
 from chitu_diffusion.flexcache.planning.combine import matrix
 
-PLAIN = Setting(growth=0.0)
+PLAIN = Setting(growth=0.0, response=0.0)
 SETTINGS = [
     replace(PLAIN, method=method, correct=correct)
     for method in ("hold", "linear", "ridge")
@@ -131,7 +131,7 @@ def test_a_straight_line_is_followed_exactly(correct: bool) -> None:
 
 def test_a_correction_needs_its_own_velocity_and_helps(tables: Tables) -> None:
     steps = (0, 1, 4, 6, 8)
-    plain, corrected = (fitted(tables, steps, Setting(correct=c)) for c in (False, True))
+    plain, corrected = (fitted(tables, steps, replace(PLAIN, correct=c)) for c in (False, True))
     assert set(plain.weights) == {2, 3, 5, 7}
     assert set(corrected.weights) == {2, 3, 4, 5, 6, 7, 8}
     assert {j for j, _ in corrected.weights[4]} == {4, 1, 0}
@@ -166,11 +166,15 @@ def test_ridge_without_pull_is_least_squares() -> None:
     assert found == pytest.approx((1 + u.sum(), -u[0], -u[1]), rel=1e-5)
 
 
-def test_planning_beats_its_candidates_and_local_search_keeps_the_budget(tables: Tables) -> None:
+def test_the_plan_is_the_best_candidate(tables: Tables) -> None:
     for budget in (3, 5, 7):
         found = plan(tables, budget)
         assert len(found.steps) == budget
-        assert found.predicted <= min(candidate.predicted for candidate in candidates(tables, budget))
+        assert found.predicted == min(candidate.predicted for candidate in candidates(tables, budget))
+    better = plan(tables, 4).steps
+    poor = fitted(tables, (0, 1, 2, 3))
+    assert poor.predicted > plan(tables, 4).predicted
+    assert plan(tables, 4, more=[(0, 1, 2, 3)]).steps == better
 
 
 def test_local_search_goes_by_the_errors_it_is_given(tables: Tables) -> None:
@@ -180,6 +184,7 @@ def test_local_search_goes_by_the_errors_it_is_given(tables: Tables) -> None:
         lambda plans: [sum(abs(a - b) for a, b in zip(p.steps, aim)) for p in plans],
         lambda steps: fitted(tables, steps),
         STEPS,
+        sweeps=9,
     )
     assert found.steps == aim
 
@@ -190,6 +195,18 @@ def test_the_fewest_steps_for_an_error(tables: Tables) -> None:
     assert found.predicted <= errors[4]
     assert all(error > errors[4] for error in errors[: len(found.steps) - 1])
     assert len(plan_for_error(tables, 0.0).steps) == STEPS
+
+
+def test_passing_errors_cost_where_the_velocity_responds() -> None:
+    sigmas, velocities = paths()
+    calm, lively = (made(velocities, sigmas, response=np.full(STEPS, factor)) for factor in (0.0, 5.0))
+    steps = (0, 1, 4, 6)
+    assert price(lively, fitted(calm, steps), PLAIN) > price(calm, fitted(calm, steps), PLAIN)
+    assert gap_costs(lively, PLAIN)[1, 2, 5] > gap_costs(calm, PLAIN)[1, 2, 5]
+    assert gap_costs(lively, PLAIN)[1, 2, STEPS] == gap_costs(calm, PLAIN)[1, 2, STEPS]  # nothing is computed after it
+    none = replace(PLAIN, correct=False)
+    assert fitted(lively, steps, none).predicted == fitted(calm, steps, none).predicted
+    assert fitted(made(velocities, sigmas), steps).predicted > fitted(calm, steps, replace(PLAIN, growth=4.0)).predicted
 
 
 def test_early_errors_count_more(tables: Tables) -> None:

@@ -32,8 +32,7 @@ from planned_sampler import Batch, Sampler
 from chitu_diffusion.bench.quality import bootstrap
 from chitu_diffusion.evaluation.pictures import psnr
 from chitu_diffusion.flexcache.constants import all_schedules
-from chitu_diffusion.flexcache.planning import Plan, Setting, Tables, fitted, improve, plan, searched
-from chitu_diffusion.flexcache.planning.combine import matrix
+from chitu_diffusion.flexcache.planning import Plan, Setting, Tables, fitted, improve, plan, searched, weights
 from chitu_diffusion.flexcache.schedule import growing, uniform
 
 BENCH = Path(__file__).resolve().parent.parent
@@ -66,7 +65,7 @@ class Study:
         return fitted(self.tables, self.schedules(setting)[budget - 1][0], weights or setting)
 
 
-def rows(study: Study, budget: int, rounds: int) -> Iterator[tuple[str, Callable[[], Plan | list[Plan]]]]:
+def rows(study: Study, budget: int, sweeps: int) -> Iterator[tuple[str, Callable[[], Plan | list[Plan]]]]:
     """Name -> the plan, or one for each test picture."""
     tables, steps = study.tables, study.steps
     for name, positions in (("uniform", uniform(budget, steps)), ("growing", growing(budget, steps))):
@@ -76,48 +75,58 @@ def rows(study: Study, budget: int, rounds: int) -> Iterator[tuple[str, Callable
         if entry["of"] == steps and len(entry["steps"]) == budget:
             yield f"{name}, hold", partial(fitted, tables, entry["steps"], HOLD)
     for setting in (HOLD, LINE, LEAST):
-        flat = replace(setting, growth=0.0)
-        yield f"planned, {setting.method}, unsigned cost", lambda s=flat: fitted(tables, unsigned(tables, s, budget), s)
+        flat = replace(setting, growth=0.0, response=0.0)
+        yield f"planned, {setting.method}, unsigned", partial(fitted, tables, unsigned(tables, flat, budget), flat)
         yield f"planned, {setting.method}", partial(study.searched, budget, flat)
         yield f"planned, {setting.method}, growth", partial(study.searched, budget, setting)
     yield "planned, ridge of 3, growth", partial(study.searched, budget, LEAST, replace(LEAST, memory=3))
     full = Setting()
-    yield "+ correction (no growth)", partial(study.searched, budget, replace(full, growth=0.0))
-    for growth in (2.0, 4.0, 8.0):
-        yield f"+ correction, growth {growth:g}", partial(study.searched, budget, replace(full, growth=growth))
+    for growth, response in ((0.0, 0.0), (4.0, 0.0), (4.0, 0.25), (4.0, 0.5), (4.0, 1.0), (8.0, 0.5), (2.0, 0.5)):
+        priced = replace(full, growth=growth, response=response)
+        yield f"+ correction, growth {growth:g}, response {response:g}", partial(study.searched, budget, priced)
+    yield "+ correction, pull 0.3", partial(study.searched, budget, replace(full, ridge=0.3))
     yield "+ correction, line instead of ridge", partial(study.searched, budget, Setting("linear"))
-    for ridge in (1e-6, 1e-2):
-        yield f"+ correction, pull {ridge:g}", partial(study.searched, budget, replace(full, ridge=ridge))
     yield "+ correction of 4", partial(study.searched, budget, full, replace(full, memory=3))
     yield "uniform, corrected", partial(fitted, tables, uniform(budget, steps), full)
     yield "growing, corrected", partial(fitted, tables, growing(budget, steps), full)
-    yield "+ local search on the prediction", partial(plan, tables, budget, full)
-    if rounds:
-        yield "+ local search on true errors", partial(by_true_errors, study, budget, full, rounds)
+    yield "+ the best of the candidates", partial(plan, tables, budget, full)
+    yield "+ local search on the prediction", partial(by_prediction, study, budget, full)
+    if sweeps:
+        yield "+ local search on true errors", partial(by_true_errors, study, budget, full, sweeps)
     yield "oracle: each picture's own weights", lambda: own(study, budget, full, schedule=False)
     yield "oracle: each picture's own schedule and weights", lambda: own(study, budget, full, schedule=True)
 
 
 def unsigned(tables: Tables, setting: Setting, budget: int) -> tuple[int, ...]:
     """The schedule that is best if absolute errors are added up, as other planners do."""
-    steps = tables.steps
+    steps, gram = tables.steps, tables.mean
     costs = np.full((steps, steps, steps + 1), np.inf)
     for b in range(steps):
         for a in range(max(b, 1)):
-            weights = matrix(fitted(tables, sorted({0, a, b}), setting), steps)
-            lengths = np.sqrt(tables.sizes(weights - np.eye(steps)).mean(0)) * abs(tables.deltas)
-            costs[a, b, b + 1 :] = np.concatenate([[0], lengths[b + 1 :].cumsum()])
+            history = (b, a) if a < b else (b,)
+            rows = -np.eye(steps)
+            for at in range(b + 1, steps):
+                rows[at, history] += weights(gram, history, at, setting.method, ridge=setting.ridge)
+            lengths = np.sqrt(tables.sizes(rows[b + 1 :]).mean(0)) * abs(tables.deltas[b + 1 :])
+            costs[a, b, b + 1 :] = np.concatenate([[0], lengths.cumsum()])
     return searched(tables, replace(setting, power=1.0), costs**2)[budget - 1][0]
 
 
-def by_true_errors(study: Study, budget: int, setting: Setting, rounds: int) -> Plan:
+def by_prediction(study: Study, budget: int, setting: Setting) -> Plan:
+    """Local search by the predicted error."""
+    refit = partial(fitted, study.tables, setting=setting)
+    start = study.searched(budget, setting)
+    return improve(start, lambda plans: [p.predicted for p in plans], refit, study.steps, sweeps=5)
+
+
+def by_true_errors(study: Study, budget: int, setting: Setting, sweeps: int) -> Plan:
     """Local search by what really happens to the final latents of a few calibration prompts."""
     start = study.searched(budget, setting)
 
     def evaluate(plans: list[Plan]) -> list[float]:
         return [float(torch.log(study.sampler.errors(study.searching, p)).mean()) for p in plans]
 
-    return improve(start, evaluate, partial(fitted, study.tables, setting=setting), study.steps, rounds)
+    return improve(start, evaluate, partial(fitted, study.tables, setting=setting), study.steps, sweeps)
 
 
 def own(study: Study, budget: int, setting: Setting, schedule: bool) -> list[Plan]:
@@ -176,7 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, help="calibration and test prompts; all of them if left out")
     parser.add_argument("--steps", type=int, nargs="+", default=list(BUDGETS))
-    parser.add_argument("--rounds", type=int, default=2, help="rounds of the local search on true errors")
+    parser.add_argument("--sweeps", type=int, default=1, help="sweeps of the local search on true errors")
     parser.add_argument("--rows", help="only rows whose name has this in it")
     parser.add_argument("--output", type=Path, help="where to write the JSON")
     options = parser.parse_args()
@@ -212,7 +221,7 @@ def main() -> None:
             ideas = not_taken(recorded, budget)
             result["not_taken"].append({"steps": steps, "budget": budget, **ideas})
             print(f"{budget} of {steps}: predicted dB {ideas}", flush=True)
-            for name, make in rows(study, budget, options.rounds):
+            for name, make in rows(study, budget, options.sweeps):
                 if options.rows and options.rows not in name:
                     continue
                 start = time.perf_counter()

@@ -40,13 +40,16 @@ class Batch:
 
     def some(self, which: Sequence[int]) -> Batch:
         """Only the pictures of these numbers."""
-        chosen, count = list(which), len(self.start)
-        pairs = [*chosen, *(count + number for number in chosen)]
-        inputs = {name: part[pairs] if name in PER_PICTURE else part for name, part in self.inputs.items()}
+        chosen = list(which)
         return replace(
-            self, inputs=inputs, start=self.start[chosen], branches=self.branches[:, :, chosen],
+            self, inputs=self.inputs_of(chosen), start=self.start[chosen], branches=self.branches[:, :, chosen],
             final=self.final[chosen], pictures=self.pictures[chosen],
         )  # fmt: skip
+
+    def inputs_of(self, chosen: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The model's inputs for the pictures of these numbers."""
+        pairs = [*chosen, *(len(self.start) + number for number in chosen)]
+        return {name: part[pairs] if name in PER_PICTURE else part for name, part in self.inputs.items()}
 
     def tables(self, which: slice = slice(None)) -> Tables:
         """Of the guided velocities of some of the pictures."""
@@ -110,21 +113,24 @@ class Sampler:
 
     @torch.no_grad()
     def run(self, batch: Batch, plan: Plan | Sequence[Plan]) -> torch.Tensor:
-        """The final latents of a plan, or of one for each picture; these one by one."""
-        if not isinstance(plan, Plan):
-            return torch.cat([self._run(batch.some([n]), own) for n, own in enumerate(plan)])
-        return self._run(batch, plan)
-
-    def _run(self, batch: Batch, plan: Plan) -> torch.Tensor:
+        """The final latents of one plan, or of one for each picture."""
         sigmas, times = self._schedule(len(batch.sigmas) - 1)
-        latent, known = batch.start.clone(), {}
+        together = isinstance(plan, Plan)
+        plans = [plan] if isinstance(plan, Plan) else list(plan)
+        latents = [batch.start] if together else list(batch.start.split(1))
+        known: list[dict[int, torch.Tensor]] = [{} for _ in plans]
         for step in range(len(times)):
-            if step in plan.steps:
-                off, on = self._branches(batch.inputs, latent, times[step])
-                known[step] = off + self.guidance * (on - off)
-            given = sum(w * known[j] for j, w in plan.weights.get(step, ((step, 1.0),)))
-            latent = latent + (sigmas[step + 1] - sigmas[step]) * given
-        return latent
+            due = [n for n, own in enumerate(plans) if step in own.steps]
+            if due:
+                inputs = batch.inputs if together else batch.inputs_of(due)
+                off, on = self._branches(inputs, torch.cat([latents[n] for n in due]), times[step])
+                guided = off + self.guidance * (on - off)
+                for n, velocity in zip(due, guided.split(len(latents[0]))):
+                    known[n][step] = velocity
+            for n, own in enumerate(plans):
+                given = sum(w * known[n][j] for j, w in own.weights.get(step, ((step, 1.0),)))
+                latents[n] = latents[n] + (sigmas[step + 1] - sigmas[step]) * given
+        return torch.cat(latents)
 
     def errors(self, batch: Batch, plan: Plan | None = None, latents: torch.Tensor | None = None) -> torch.Tensor:
         """(B) relative squared errors of final latents, of a plan or given."""

@@ -232,6 +232,8 @@ class Planner:
             )
         best = 0.0
         for made in plans_within(tables, setting, limits):
+            if len(made.steps) == steps:
+                break
             best = max(best, self.profile.psnr(made.predicted) or 0.0)
             if best >= params.psnr:
                 return made

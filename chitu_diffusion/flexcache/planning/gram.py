@@ -27,6 +27,7 @@ class Tables:
         gram: (P, N, N) inner products of what the scheduler was given at the steps of each run, as means over the elements.
         final: (P) mean squares of the final latents; None makes errors relative to the way that the latent went.
         gains: (N + 1) how many times an error of the latent before step k grows until the end; None: by rule.
+        response: (N) by how much the velocity of step k moves when the latent before it moves by 1; None: by rule.
 
     Raises:
         ValueError: shapes that do not go together, or numbers that are not finite.
@@ -36,9 +37,10 @@ class Tables:
     gram: Array
     final: Array | None = None
     gains: Array | None = None
+    response: Array | None = None
 
     def __post_init__(self) -> None:
-        for name in ("sigmas", "gram", "final", "gains"):
+        for name in ("sigmas", "gram", "final", "gains", "response"):
             value = getattr(self, name)
             if value is None:
                 continue
@@ -49,7 +51,7 @@ class Tables:
         steps, runs = len(self.sigmas) - 1, len(self.gram)
         if steps < 1 or not runs or self.gram.shape != (runs, steps, steps):
             raise ValueError(f"{len(self.sigmas)} sigmas do not go with Gram matrices of shape {self.gram.shape}")
-        for name, length in (("final", runs), ("gains", steps + 1)):
+        for name, length in (("final", runs), ("gains", steps + 1), ("response", steps)):
             value = getattr(self, name)
             if value is not None and value.shape != (length,):
                 raise ValueError(f"{name} has shape {value.shape}, not ({length},)")
@@ -91,4 +93,5 @@ class Tables:
         """The tables of a run that begins at step `start`, as img2img does."""
         cut = slice(start, None)
         gains = None if self.gains is None else self.gains[cut]
-        return Tables(self.sigmas[cut], self.gram[:, cut, cut], self.final, gains)
+        response = None if self.response is None else self.response[cut]
+        return Tables(self.sigmas[cut], self.gram[:, cut, cut], self.final, gains, response)

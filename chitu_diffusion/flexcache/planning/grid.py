@@ -40,7 +40,8 @@ class Grid:
         grows with sqrt(1 + sigma²): the way is that of asinh for epsilon, and of the angle for v.
         """
         if self.prediction == "flow":
-            return self.sigmas
+            rises = self.sigmas[-1] > self.sigmas[0]  # some count from the noise on; what a step is worth is the same
+            return tuple(self.sigmas[-1] - sigma for sigma in self.sigmas) if rises else self.sigmas
         return tuple((math.atan if self.prediction == "v_prediction" else math.asinh)(sigma) for sigma in self.sigmas)
 
     def is_tail_of(self, other: Grid) -> bool:

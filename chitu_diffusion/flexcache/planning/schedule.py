@@ -4,19 +4,18 @@ A gap between the computed steps b and c moves the latent by ``Σ Δσ_τ v̂_τ
 length of the *difference of the sums*: errors of opposite sign cancel as they do in the integral. (DPCache,
 https://arxiv.org/abs/2602.22654, and LeMiCa, https://arxiv.org/abs/2511.00090, add up absolute errors.) A forecast depends on
 two computed steps, so the state of the dynamic program is the pair of the last two and the search is exact for costs that add up.
-What does not add up, signs from gap to gap and what is left from before, `combine.price` knows; a local search goes by it, or by
-true errors.
+What does not add up, signs from gap to gap and what is left from before, `combine.price` knows; it chooses among candidates.
+`improve` goes on from there by true errors, if somebody measures them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import numpy as np
 
 from ..schedule import growing, uniform
-from .combine import DEFAULT, Plan, Setting, fitted, growth
+from .combine import DEFAULT, Plan, Setting, fitted, growth, response
 from .gram import Array, Index, Tables
 from .predict import solve
 
@@ -24,15 +23,15 @@ Evaluate = Callable[[list[Plan]], Sequence[float]]
 Refit = Callable[[tuple[int, ...]], Plan]
 
 
-def plan(tables: Tables, budget: int, setting: Setting = DEFAULT, rounds: int = 20) -> Plan:
-    """The plan of `budget` computed steps of least predicted error: the best candidate, then a local search.
+def plan(tables: Tables, budget: int, setting: Setting = DEFAULT, more: Sequence[Sequence[int]] = ()) -> Plan:
+    """The plan of `budget` computed steps of least predicted error among the `candidates`.
+
+    A local search by the prediction is left out on purpose: it finds signs that cancel in the calibration prompts and in no others.
 
     Raises:
         ValueError: a budget that is not from 1 to N.
     """
-    best = min(candidates(tables, budget, setting), key=lambda found: found.predicted)
-    refit = partial(fitted, tables, setting=setting)
-    return improve(best, lambda plans: [found.predicted for found in plans], refit, tables.steps, rounds)
+    return min(candidates(tables, budget, setting, more), key=lambda found: found.predicted)
 
 
 def candidates(
@@ -55,36 +54,36 @@ def plan_for_error(tables: Tables, error: float, setting: Setting = DEFAULT) -> 
     return fitted(tables, range(tables.steps), setting)
 
 
-def improve(start: Plan, evaluate: Evaluate, refit: Refit, total: int, rounds: int = 20) -> Plan:
-    """Local search at the same budget: one computed step moves, the best move of a round is taken, until none helps.
+def improve(start: Plan, evaluate: Evaluate, refit: Refit, total: int, sweeps: int = 1) -> Plan:
+    """Local search at the same budget: step by step, a computed step moves by one or two if that helps.
 
     Args:
         start: the plan to begin with.
-        evaluate: errors of plans, smaller is better; it gets all the moves of a round at once.
+        evaluate: errors of plans, smaller is better; it gets all moves of one step at once.
         refit: steps -> the plan with its weights.
         total: N.
-        rounds: at most so many moves.
+        sweeps: how often to go through the steps, at most; it ends earlier when nothing moves any more.
     """
     best, error = start, evaluate([start])[0]
-    for _ in range(rounds):
-        moves = [refit(steps) for steps in _moved(best.steps, total)]
-        if not moves:
+    for _ in range(sweeps):
+        before = best
+        for step in before.steps[1:]:
+            moves = [refit(steps) for steps in _moved(best.steps, step, total)]
+            errors = evaluate(moves) if moves else [error]
+            first = int(np.argmin(errors))
+            if errors[first] < error:
+                best, error = moves[first], errors[first]
+        if best is before:
             return best
-        errors = evaluate(moves)
-        first = int(np.argmin(errors))
-        if not errors[first] < error:
-            return best
-        best, error = moves[first], errors[first]
     return best
 
 
-def _moved(steps: tuple[int, ...], total: int) -> Iterator[tuple[int, ...]]:
-    """All schedules in which one computed step but the first is elsewhere by one or two."""
+def _moved(steps: tuple[int, ...], step: int, total: int) -> Iterator[tuple[int, ...]]:
+    """The schedules in which `step` is elsewhere by one or two."""
     taken = set(steps)
-    for step in steps[1:]:
-        for at in (step - 2, step - 1, step + 1, step + 2):
-            if 0 < at < total and at not in taken:
-                yield tuple(sorted(taken - {step} | {at}))
+    for at in (step - 2, step - 1, step + 1, step + 2):
+        if 0 < at < total and at not in taken:
+            yield tuple(sorted(taken - {step} | {at}))
 
 
 # -- the exact search ---------------------------------------------------------------------------------------------------
@@ -145,7 +144,7 @@ class _Gaps:
 
     def __init__(self, tables: Tables, setting: Setting) -> None:
         self.tables, self.setting = tables, setting
-        self.growth = growth(tables, setting)
+        self.growth, self.response = growth(tables, setting), response(tables, setting)
         start = np.zeros((len(tables.gram), 1, tables.steps))
         steps = tables.deltas[None, :, None] * tables.relative
         self.ways_velocities = np.concatenate([start, steps.cumsum(1)], 1)  # <X_k, v_j>: (P, N + 1, N)
@@ -161,6 +160,8 @@ class _Gaps:
         corrected = forecast.copy()
         if self.setting.correct:
             corrected[:, :-1] = self._left(b, before, later[:-1], short[:, :-1], rests, ends=True)
+            moved = self.response[later[:-1]] * (tables.sigmas[b] - tables.sigmas[later[:-1]])
+            corrected[:, :-1] += moved**2 * forecast[:, :-1]
         corrected[:, 0] = 0  # no gap between neighbours
         return np.maximum(corrected, 0) * self.growth[later] ** 2
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .combine import Plan, Setting, fitted
-from .gram import Tables
-from .schedule import improve, plan, searched
+from .gram import Array, Tables
+from .schedule import gap_costs, plan, searched
 
 
 @dataclass(frozen=True)
@@ -21,44 +21,33 @@ class Limits:
     longest: int | None = None
     """Most positions to skip in a row."""
 
-    def allow(self, steps: tuple[int, ...], total: int) -> bool:
-        """Whether a plan may compute just `steps` of `total`."""
-        gaps = (after - before - 1 for before, after in zip(steps, (*steps[1:], total)))
-        return self.always <= set(steps) and (self.longest is None or max(gaps) <= self.longest)
+    @property
+    def free(self) -> bool:
+        """Whether every schedule keeps to them."""
+        return self.always <= {0} and self.longest is None
+
+    def spans(self, start: int, end: int) -> bool:
+        """Whether there may be a gap between the computed steps `start` and `end`."""
+        inside = range(start + 1, end)
+        return (self.longest is None or len(inside) <= self.longest) and self.always.isdisjoint(inside)
 
 
 def plan_within(tables: Tables, budget: int, setting: Setting, limits: Limits) -> Plan:
-    """The best plan of `budget` computed steps that is allowed, or of more where none of so few is.
-
-    The exact search knows no limits. Where its plan breaks them, one that keeps to them is filled up from it and improved.
-    """
-    found = plan(tables, budget, setting)
-    if limits.allow(found.steps, tables.steps):
-        return found
-    steps = _filled(limits, tables.steps, budget, found.steps)
-
-    def errors(plans: list[Plan]) -> list[float]:
-        return [p.predicted if limits.allow(p.steps, tables.steps) else np.inf for p in plans]
-
-    return improve(fitted(tables, steps, setting), errors, lambda moved: fitted(tables, moved, setting), tables.steps)
-
-
-def _filled(limits: Limits, total: int, budget: int, wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """What `limits` ask for, and of `wanted` as many as the budget has room for, evenly over the run."""
-    steps = {0, *limits.always}
-    if limits.longest is not None:
-        for before in range(total):
-            if not steps.intersection(range(max(0, before - limits.longest), before + 1)):
-                steps.add(before)
-    others = [*(step for step in wanted if step not in steps), *(step for step in range(total) if step not in wanted)]
-    others = [step for step in dict.fromkeys(others) if step not in steps]
-    return tuple(sorted({*steps, *others[: max(0, budget - len(steps))]}))
+    """The best plan of `budget` computed steps, or of the fewest more with which the limits can be kept."""
+    if limits.free:
+        return plan(tables, budget, setting)
+    return next(found for found in plans_within(tables, setting, limits) if len(found.steps) >= budget)
 
 
 def plans_within(tables: Tables, setting: Setting, limits: Limits) -> Iterator[Plan]:
-    """A plan for every budget from the fewest steps on, all of them computed left out."""
-    for steps, _ in searched(tables, setting)[:-1]:
-        if limits.allow(steps, tables.steps):
+    """The exact search's plan for every number of steps with which the limits can be kept, the fewest first."""
+    for steps, cost in searched(tables, setting, _costs_within(tables, setting, limits)):
+        if np.isfinite(cost):
             yield fitted(tables, steps, setting)
-        else:
-            yield plan_within(tables, len(steps), setting, limits)
+
+
+def _costs_within(tables: Tables, setting: Setting, limits: Limits) -> Array:
+    """`gap_costs`, infinite for gaps that are not allowed."""
+    costs, steps = gap_costs(tables, setting), tables.steps
+    costs[:, [[not limits.spans(b, c) for c in range(steps + 1)] for b in range(steps)]] = np.inf
+    return costs
