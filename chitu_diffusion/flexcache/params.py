@@ -59,6 +59,10 @@ class Params:
             range_ = f"from {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
             raise PatchError(f"{self.strategy}: {name} is a number {range_}, not {value!r}")
 
+    def _choice(self, name: str) -> None:
+        if not isinstance(getattr(self, name), bool):
+            raise PatchError(f"{self.strategy}: {name} is true or false, not {getattr(self, name)!r}")
+
     def _word(self, name: str, words: tuple[str, ...]) -> None:
         value = getattr(self, name)
         if value not in words:
@@ -235,13 +239,16 @@ class TaylorSeer(Params):
     Liu et al. 2025, https://arxiv.org/abs/2503.06923, on whole blocks: forecasting what each block adds and summing is the same as
     forecasting the sum, which takes one tensor a stream instead of one a block, and this is what is done. The paper's own
     form is another forecast: it forecasts the outputs of attention and MLP before the gates, which this step's timestep
-    sets. It is not here, since no seam reaches the output of an MLP.
+    sets. It takes many times the memory and was no nearer at equal FLOPs, see ``docs/negative-results.md``.
     """
 
     strategy: ClassVar[str] = "taylorseer"
 
     interval: int = 4
     """Compute one position in this many after `warmup`, at least 1; 1 computes all."""
+    ramp: bool = True
+    """Let the gaps after `warmup` grow by one, from 2 to `interval`; no takes `interval` at once, as the paper does. Early gaps
+    decide most of the picture, and a slope that was taken over one step does not carry far."""
     order: int = 1
     """Highest difference that is used, 0 to 4; 0 holds the last value."""
     damping: float = 1.0
@@ -256,6 +263,7 @@ class TaylorSeer(Params):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._whole("interval", least=1)
+        self._choice("ramp")
         self._whole("order", least=0, most=4)
         self._number("damping", most=1.0)
         self._word("of", ("residual", "feature"))
