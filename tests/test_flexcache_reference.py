@@ -164,7 +164,7 @@ def test_taylorseer_on_the_last_feature(name: str) -> None:
 
     expected = reference(name, algorithm, PATHS[name])
     pipe = build(name, 4)
-    with patch(pipe, cache=TaylorSeer(interval=3, ramp=False, order=1, of="feature")) as handle:
+    with patch(pipe, cache=TaylorSeer(interval=3, ramp=False, order=1, damping=1.0, of="feature")) as handle:
         result = run(name, pipe, STEPS)
         assert handle.report().features[0]["hits"] == 5 * ALL[name].branches
     assert torch.equal(result, expected)

@@ -251,9 +251,9 @@ class TaylorSeer(Params):
     decide most of the picture, and a slope that was taken over one step does not carry far."""
     order: int = 1
     """Highest difference that is used, 0 to 4; 0 holds the last value."""
-    damping: float = 1.0
+    damping: float = 0.5
     """Part of the way that the forecast goes, 0 to 1: 1 is Taylor's, 0 holds; 0.5 is the first order of HiCache,
-    https://arxiv.org/abs/2508.16984, for long gaps."""
+    https://arxiv.org/abs/2508.16984, which does not run past the next value where gaps are long."""
     of: str = "residual"
     """What is forecast: `residual`, what the trunk adds to this step's input; `feature`, what leaves the trunk, whatever
     went in."""
