@@ -61,6 +61,7 @@ def test_every_field_is_explained(cls: type[Params]) -> None:
         (MagCache, {"ratios": (1.0, 0.0)}, "magcache: ratios are numbers above 0"),
         (EasyCache, {"threshold": None}, "easycache: threshold is a number from 0, not None"),
         (TaylorSeer, {"interval": 0}, "taylorseer: interval is a whole number from 1, not 0"),
+        (TaylorSeer, {"ramp": 1}, "taylorseer: ramp is true or false, not 1"),
         (TaylorSeer, {"damping": 1.5}, "taylorseer: damping is a number from 0 to 1, not 1.5"),
         (TaylorSeer, {"of": "featur"}, "taylorseer: of is residual or feature, not 'featur'; nearest: feature"),
         (

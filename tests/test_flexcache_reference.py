@@ -25,7 +25,7 @@ from chitu_diffusion import (
     TeaCache,
     patch,
 )
-from chitu_diffusion.flexcache.schedule import growing, stretched, uniform
+from chitu_diffusion.flexcache.schedule import growing, ramped, stretched, uniform
 from chitu_hooks import RefusedError
 
 pytestmark = pytest.mark.filterwarnings("ignore::chitu_hooks.ChituWarning")
@@ -146,7 +146,7 @@ def test_taylorseer(name: str, order: int, damping: float) -> None:
 
     expected = reference(name, algorithm, PATHS[name])
     pipe, log = build(name, 4), Log()
-    with patch(pipe, cache=TaylorSeer(interval=3, order=order, damping=damping), features=(log,)):
+    with patch(pipe, cache=TaylorSeer(interval=3, ramp=False, order=order, damping=damping), features=(log,)):
         result = run(name, pipe, STEPS)
     assert log.computed() == [0, 1, 2, 5, 8]
     assert torch.equal(result, expected)
@@ -164,7 +164,7 @@ def test_taylorseer_on_the_last_feature(name: str) -> None:
 
     expected = reference(name, algorithm, PATHS[name])
     pipe = build(name, 4)
-    with patch(pipe, cache=TaylorSeer(interval=3, order=1, of="feature")) as handle:
+    with patch(pipe, cache=TaylorSeer(interval=3, ramp=False, order=1, damping=1.0, of="feature")) as handle:
         result = run(name, pipe, STEPS)
         assert handle.report().features[0]["hits"] == 5 * ALL[name].branches
     assert torch.equal(result, expected)
@@ -430,6 +430,19 @@ def test_magcache(name: str, threshold: float, most: int) -> None:
     assert log.computed() == computed and 1 < len(computed) < STEPS
     with patch(pipe, cache=Static(steps=tuple(computed))):
         assert torch.equal(run(name, pipe, STEPS), result)
+
+
+def test_gaps_of_taylorseer_grow_to_the_interval() -> None:
+    for warmup, interval in ((1, 1), (2, 2), (4, 3), (3, 5), (1, 8)):
+        computed, gap = list(range(warmup)), min(2, interval)
+        while computed[-1] + gap < 60:
+            computed.append(computed[-1] + gap)
+            gap = min(gap + 1, interval)
+        assert [i for i in range(60) if i < warmup or ramped(i, warmup, interval)] == computed
+    pipe, log = build("wan"), Log()
+    with patch(pipe, cache=TaylorSeer(warmup=2, interval=3), features=(log,)):
+        run("wan", pipe, STEPS)
+    assert log.computed() == [0, 1, 3, 6, 9]
 
 
 def test_schedules() -> None:

@@ -47,9 +47,9 @@ STRATEGIES: dict[str, Params] = {
     "teacache": TeaCache(coefficients=(1.0, 0.0), threshold=1e9, cooldown=0),
     "meancache": MeanCache(steps=(0, 1)),
     "meancache window 2": MeanCache(steps=(0, 1, 2), window=2),
-    "taylorseer order 1": TaylorSeer(interval=STEPS, order=1),
-    "taylorseer order 2": TaylorSeer(interval=STEPS, order=2),
-    "taylorseer feature": TaylorSeer(interval=STEPS, order=1, of="feature"),
+    "taylorseer order 1": TaylorSeer(interval=STEPS, ramp=False, order=1),
+    "taylorseer order 2": TaylorSeer(interval=STEPS, ramp=False, order=2),
+    "taylorseer feature": TaylorSeer(interval=STEPS, ramp=False, order=1, of="feature"),
 }
 """Parameters that skip from the third or fourth step on."""
 

@@ -247,7 +247,10 @@ def _ratios(path: str) -> list[float]:
 
 
 class CacheDit(Kind):
-    """cache-dit: https://github.com/vipshop/cache-dit. `taylorseer_order` adds its TaylorSeer calibrator."""
+    """cache-dit: https://github.com/vipshop/cache-dit.
+
+    `taylorseer_order` adds its TaylorSeer calibrator; a `steps_computation_mask` may be the name of one of its presets.
+    """
 
     package = "cache-dit"
 
@@ -265,6 +268,10 @@ class CacheDit(Kind):
     def on(self, setting: Setting, case: Case) -> Iterator[Handle]:
         cache_dit, pipe, params = _quiet_import("cache_dit"), setting.pipe, dict(case.params)
         order = params.pop("taylorseer_order", None)
+        if isinstance(params.get("steps_computation_mask"), str):
+            params["steps_computation_mask"] = cache_dit.steps_mask(
+                mask_policy=params["steps_computation_mask"], total_steps=case.steps
+            )
         calibrator = cache_dit.TaylorSeerCalibratorConfig(taylorseer_order=order) if order else None
         with patch(pipe, hook_map=setting.hook_map) as handle:
             owners = [pipe, *(site.inner for site in handle.sites.denoisers)]

@@ -9,6 +9,7 @@ from chitu_hooks import Call, Streams
 from ..distance import copied
 from ..forecast import extrapolate, updated
 from ..params import TaylorSeer
+from ..schedule import ramped
 from .base import Strategy
 
 
@@ -22,7 +23,10 @@ class TaylorSeerStrategy(Strategy):
         self.order_of_forecast, self.damping = params.order, params.damping
 
     def wants(self, call: Call) -> bool:
-        return (call.step.position - self.params.warmup + 1) % self.params.interval != 0
+        params, position = self.params, call.step.position
+        if params.ramp:
+            return not ramped(position, params.warmup, params.interval)
+        return (position - params.warmup + 1) % params.interval != 0
 
     @property
     def full_budget(self) -> bool:
