@@ -180,6 +180,12 @@ def group_offload(pipe: Any) -> None:
     )
 
 
+def int8_weights(pipe: Any) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(pipe.transformer, Int8WeightOnlyConfig())
+
+
 def fused(pipe: Any) -> None:
     pipe.transformer.fuse_qkv_projections()
 
@@ -191,6 +197,7 @@ CHANGED = {
     "group offload": ("flux", "wan"),
     "dispatched": ("flux", "wan"),
 }
+INT8_WEIGHTS = ("flux, int8 weights", "wan, int8 weights")
 FUSED = ("flux", "qwen", "auraflow", "pixart", "cogvideox", "hunyuan_dit")
 
 FURTHER_VARIANTS: dict[str, Callable[[], Variant]] = {
@@ -199,6 +206,7 @@ FURTHER_VARIANTS: dict[str, Callable[[], Variant]] = {
     "flux, device map": device_map,
     **{f"{name}, perturbed attention": perturbed(name, *PERTURBED[name]) for name in PERTURBED},
     **{f"{name}, fused projections": changed(name, fused) for name in FUSED},
+    **{name: changed(name.partition(",")[0], int8_weights) for name in INT8_WEIGHTS},
     "flux 3, modular": flux3_modular,
     "stable diffusion 1.5": unet_pipeline,
     "stable diffusion xl": sdxl,
