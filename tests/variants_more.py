@@ -108,14 +108,14 @@ def flux3_modular() -> Variant:
     return Variant(pipe, call, branches=2)
 
 
-def perturbed(name: str, cls: type, layer: str) -> Callable[[], Variant]:
+def perturbed(name: str, cls: type, layer: str, **given: Any) -> Callable[[], Variant]:
     """Perturbed attention guidance: a third part of the batch, and in one block a processor of two attention calls."""
 
     def make() -> Variant:
         pipe = sibling(cls, build(name), pag_applied_layers=layer)
 
         def call(scale: float = 3.0) -> torch.Tensor:
-            return run(name, pipe, STEPS, pag_scale=scale)
+            return run(name, pipe, STEPS, pag_scale=scale, **given)
 
         return Variant(pipe, call, lambda: call(0.0))
 
@@ -205,6 +205,9 @@ FURTHER_VARIANTS: dict[str, Callable[[], Variant]] = {
     **{f"{name}, {change}": changed(name, CHANGES[change]) for change, names in CHANGED.items() for name in names},
     "flux, device map": device_map,
     **{f"{name}, perturbed attention": perturbed(name, *PERTURBED[name]) for name in PERTURBED},
+    "sd3, perturbed attention, img2img": perturbed(
+        "sd3", D.StableDiffusion3PAGImg2ImgPipeline, "blocks.1", image=torch.zeros(1, 3, 16, 16), strength=1.0
+    ),
     **{f"{name}, fused projections": changed(name, fused) for name in FUSED},
     **{name: changed(name.partition(",")[0], int8_weights) for name in INT8_WEIGHTS},
     "flux 3, modular": flux3_modular,
