@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import runpy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -143,8 +143,19 @@ def load_hook_map(path: str | Path) -> HookMap:
     try:
         names = runpy.run_path(str(path))
     except (Exception, SystemExit) as error:  # the file is the user's: whatever it raises is told in one sentence
-        raise HookMapError(f"hook map {str(path)!r} does not run: {type(error).__name__}: {error}") from error
+        raise HookMapError(
+            f"hook map {str(path)!r} does not run: {type(error).__name__}: {error}{_nearest_field(error)}"
+        ) from error
     found = names.get("HOOK_MAP")
     if not isinstance(found, HookMap):
         raise HookMapError(f"hook map {str(path)!r} has no HOOK_MAP of type chitu_hooks.HookMap")
     return found
+
+
+def _nearest_field(error: BaseException) -> str:
+    """The fields like the one that `HookMap` or `Stack` did not expect, if that is the error."""
+    found = re.fullmatch(r"(HookMap|Stack)\.__init__\(\) got an unexpected keyword argument '(\w+)'.*", str(error))
+    if not isinstance(error, TypeError) or found is None:
+        return ""
+    cls = HookMap if found[1] == "HookMap" else Stack
+    return nearest(found[2], [one.name for one in fields(cls)])

@@ -168,6 +168,10 @@ FILES = {
     "with something else": ("HOOK_MAP = {'name': 'flux'}\n", "no HOOK_MAP of type chitu_hooks.HookMap"),
     "that raises": ("1 / 0\n", "does not run: ZeroDivisionError"),
     "with a syntax error": ("def\n", "does not run: SyntaxError"),
+    "with a field that there is not": (
+        "from chitu_hooks import HookMap\nHOOK_MAP = HookMap(name='flux', pipelines=('FluxPipeline',), condition=('a',))\n",
+        "unexpected keyword argument 'condition'; nearest: conditioning",
+    ),
     "that exits": ("raise SystemExit(3)\n", "does not run: SystemExit"),
 }
 
