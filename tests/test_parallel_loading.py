@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ranks import on_ranks
 from torch import nn
 
 from chitu_diffusion import Parallel, patch
+from chitu_diffusion.parallel import share
 from chitu_diffusion.parallel.share import load_once
 from chitu_diffusion.runtime.errors import LoadError
 from chitu_diffusion.runtime.loading import load_pipeline
@@ -148,6 +150,7 @@ def not_to_be_pickled(rank: int) -> tuple[int, bool]:
 
 
 def work(rank: int, folders: dict[str, str]) -> dict[str, Any]:
+    share.PATIENCE = timedelta(seconds=60)  # a rank that fails here is not ended by a launcher
     found: dict[str, Any] = {name: encoded_once(name) for name in NAMES}
     found["noise"] = noise_after_a_drawing_encoder()
     found["broken"] = encoder_that_fails()
