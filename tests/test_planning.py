@@ -138,6 +138,26 @@ def test_a_correction_needs_its_own_velocity_and_helps(tables: Tables) -> None:
     assert corrected.predicted < 0.8 * plain.predicted
 
 
+def test_what_is_left_from_before_a_gap_is_undone_or_not() -> None:
+    sigmas, velocities = paths(steps=12)
+    tables, steps, alone = made(velocities, sigmas), (0, 3, 6, 9), replace(PLAIN, correct=False, undo=0.0)
+    for at, pairs in fitted(tables, steps, alone).weights.items():
+        history = [step for step in steps if step < at][:-3:-1]
+        assert dict(pairs) == pytest.approx(dict(zip(history, weights(tables.mean, history, at))))
+    once, gap = fitted(tables, steps, replace(alone, undo=1.0)), tables.deltas[4] + tables.deltas[5]
+    left = matrix_error(tables, once, until=4)
+    difference = np.eye(12)[3] - np.eye(12)[0]
+    share = (difference @ tables.mean @ left) / (difference @ tables.mean @ difference)
+    moved = dict(once.weights[4])[3] - dict(fitted(tables, steps, alone).weights[4])[3]
+    assert abs(moved) > 1e-3
+    assert moved == pytest.approx(-share / gap, rel=1e-3)
+
+
+def matrix_error(tables: Tables, found: Plan, until: int) -> np.ndarray:
+    """Error of the latent before step `until`, as coefficients of the velocities."""
+    return (tables.deltas[:, None] * (matrix(found, tables.steps) - np.eye(tables.steps)))[:until].sum(0)
+
+
 def test_weights_sum_to_one_and_read_only_what_was_computed(tables: Tables) -> None:
     for setting in SETTINGS:
         found = fitted(tables, (0, 2, 3, 7), setting)

@@ -86,6 +86,7 @@ def rows(study: Study, budget: int, sweeps: int) -> Iterator[tuple[str, Callable
         yield f"+ correction, growth {growth:g}, response {response:g}", partial(study.searched, budget, priced)
     yield "+ correction, pull 0.3", partial(study.searched, budget, replace(full, ridge=0.3))
     yield "+ correction, line instead of ridge", partial(study.searched, budget, Setting("linear"))
+    yield "+ correction, each gap alone", partial(study.searched, budget, full, replace(full, undo=0.0))
     yield "+ correction of 4", partial(study.searched, budget, full, replace(full, memory=3))
     yield "uniform, corrected", partial(fitted, tables, uniform(budget, steps), full)
     yield "growing, corrected", partial(fitted, tables, growing(budget, steps), full)

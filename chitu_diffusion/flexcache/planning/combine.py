@@ -29,6 +29,7 @@ class Setting:
         method: one of `predict.METHODS`.
         correct: whether the end of a gap corrects it; only where the scheduler adds ``Δσ v`` (flow matching with Euler).
         memory: the most computed velocities in a forecast; a correction takes one more, the one just computed.
+        undo: the part of the error left from before a gap that least squares aim to undo; 0 looks at each gap alone.
         ridge: pull of least squares towards hold.
         power: the search adds up gap costs to this power; 2 takes the errors of gaps for independent.
         growth: how much more than at the end an error counts at the start, where `Tables.gains` were not measured; see `growth`.
@@ -39,6 +40,7 @@ class Setting:
     method: str = "ridge"
     correct: bool = True
     memory: int = 2
+    undo: float = 1.0
     ridge: float = RIDGE
     power: float = 2.0
     growth: float = 4.0
@@ -117,6 +119,7 @@ class _Fit:
         self.tables, self.setting = tables, setting
         self.full = np.eye(tables.steps)
         self.error = np.zeros(tables.steps)
+        self.before = self.error
         self.weights: Weights = {}
 
     def computed(self, here: int, history: Sequence[int], corrects: bool) -> None:
@@ -125,7 +128,8 @@ class _Fit:
             return
         delta = self.tables.deltas[here]
         if self.setting.method == "ridge":
-            bends = self._fit(here, history, -self.error[None] / delta)[0]
+            aim = (1 - self.setting.undo) * self.before - self.error
+            bends = self._fit(here, history, aim[None] / delta)[0]
         else:
             bends = self._to_line(here, history) / delta
         self._give(here, here, history, bends)
@@ -133,10 +137,11 @@ class _Fit:
     def gap(self, here: int, history: Sequence[int], following: int) -> None:
         """The steps between `here` and `following` are skipped."""
         inside = np.arange(here + 1, following)
+        self.before = self.error
         if not len(inside):
             return
         if self.setting.method == "ridge":
-            left = self.error / self.tables.deltas[inside].sum()
+            left = self.setting.undo * self.error / self.tables.deltas[inside].sum()
             rows = self._fit(here, history, self.full[inside] - self.full[here] - left)
         else:
             rows = np.zeros((len(inside), len(history)))
