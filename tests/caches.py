@@ -78,6 +78,11 @@ EXACT: dict[str, Params] = {
 """Parameters that never skip."""
 
 
+def one_each(table: dict[str, Params]) -> dict[str, Params]:
+    """One entry of `table` for each strategy: what is left out are other schedules of the same machinery."""
+    return {label: params for label, params in table.items() if label == params.strategy}
+
+
 REFUSED = {"cubic": ("sana", "hidream", "mochi", "hunyuan_dit")}
 """Strategy -> pipelines that it refuses: no map says which arguments of their blocks have one entry a token."""
 

@@ -108,7 +108,6 @@ def controls(rank: int, names: list[str], ranks: int) -> dict[str, float]:
 VARIANTS = {
     "flux_controlnet": variants.flux_controlnet,
     "sd3_controlnet": variants.sd3_controlnet,
-    "chroma_controlnet": variants.chroma_in_place,
     "skip_first": lambda: variants.skip_layers(0),
     "skip_last": lambda: variants.skip_layers(3),
     "flux_ip_adapter": variants.flux_ip_adapter,

@@ -101,9 +101,7 @@ def test_the_result_depends_on_the_exchange(further: list[Any], name: str) -> No
 
 
 @pytest.mark.parametrize("mode", ["ulysses2", "gather2"])
-@pytest.mark.parametrize(
-    "name", ["flux_controlnet", "sd3_controlnet", "chroma_controlnet", "skip_first", "skip_last", "flux_ip_adapter"]
-)
+@pytest.mark.parametrize("name", ["flux_controlnet", "sd3_controlnet", "skip_first", "skip_last", "flux_ip_adapter"])
 def test_variants_equal_one_process(further: list[Any], name: str, mode: str) -> None:
     for _, variant in further:
         outcome = variant[f"{name}-{mode}"]
