@@ -309,6 +309,18 @@ def test_meancache_keeps_the_latent_in_float32_inside_a_gap(monkeypatch: pytest.
     assert errors[0] <= half_a_place < errors[1]
 
 
+def test_meancache_leaves_a_latent_of_float32_beside_a_denoiser_in_16_bits() -> None:
+    """Wan's latents are float32 whatever its denoiser's dtype; a last step that is skipped gives them back as such."""
+    pipe = build("wan").to(torch.bfloat16)
+    pipe.scheduler = diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
+    assert run("wan", pipe, STEPS).dtype == torch.float32
+    with patch(pipe, cache=MeanCache(steps=(0, 4))) as handle:
+        assert run("wan", pipe, STEPS).dtype == torch.float32
+        assert handle.report().features[0]["hits"] > 0
+
+
 def test_meancache_with_a_window() -> None:
     """The paper's formula with the latents themselves: J = (z_t - z_r - (t - r) v_r) / (t - r)^2."""
     computed, window = (0, 1, 2, 4, 7), 2
