@@ -95,34 +95,39 @@ def _send(weight: Tensor, device: str, first: bool) -> None:
 
 
 class _Emptying(pickle.Pickler):
-    """Pickles with the place of each weight in place of it. Tied weights are one object, and stay one."""
+    """Pickles with the form of each weight in place of it. Tied weights are one object, and stay one."""
 
     def __init__(self, file: Any, weights: dict[int, Tensor]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.weights = weights
+        self.places: dict[int, int] = {}
         self.found: list[Tensor] = []
 
-    def reducer_override(self, value: Any) -> Any:
+    def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or id(value) not in self.weights:
-            return NotImplemented
+            return None
         if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
             raise pickle.PicklingError(f"{type(value).__name__} holds more than its numbers")
-        self.found.append(value)
-        return _Rooms.make, (len(self.found) - 1, type(value), value.shape, value.dtype, value.requires_grad)
+        place = self.places.setdefault(id(value), len(self.found))
+        if place == len(self.found):
+            self.found.append(value)
+        return place, type(value), value.shape, value.dtype, value.requires_grad
 
 
-class _Rooms:
-    """Unpickled weights, on a device, in the order of their places."""
+class _Filling(pickle.Unpickler):
+    """Unpickles with room for each weight, in the order of their places."""
 
-    device = "cpu"
-    made: list[Tensor]
+    def __init__(self, file: Any, weights: list[Tensor], device: str) -> None:
+        super().__init__(file)
+        self.weights = weights
+        self.device = device
 
-    @classmethod
-    def make(cls, place: int, kind: type, shape: torch.Size, dtype: torch.dtype, gradient: bool) -> Tensor:
-        assert place == len(cls.made)
-        room = torch.empty(shape, dtype=dtype, device=cls.device)
-        cls.made.append(nn.Parameter(room, gradient) if kind is nn.Parameter else room.requires_grad_(gradient))
-        return cls.made[-1]
+    def persistent_load(self, form: Any) -> Tensor:
+        place, kind, shape, dtype, gradient = form
+        if place == len(self.weights):
+            room = torch.empty(shape, dtype=dtype, device=self.device)
+            self.weights.append(nn.Parameter(room, gradient) if kind is nn.Parameter else room.requires_grad_(gradient))
+        return self.weights[place]
 
 
 def emptied(value: Any, weights: list[Tensor]) -> bytes | None:
@@ -140,9 +145,5 @@ def emptied(value: Any, weights: list[Tensor]) -> bytes | None:
 
 
 def filled(structure: bytes, weights: list[Tensor], device: str) -> Any:
-    """The value of that structure, with room for its weights on `device`; they are appended to `weights`."""
-    _Rooms.device, _Rooms.made = device, weights
-    try:
-        return pickle.loads(structure)
-    finally:
-        _Rooms.device, _Rooms.made = "cpu", []
+    """The value of that structure, with room for its weights on `device`; they are put into `weights`, which is empty."""
+    return _Filling(io.BytesIO(structure), weights, device).load()
