@@ -196,6 +196,11 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         for prompts in ([], "a red apple"):
             with pytest.raises(PatchError, match="a list of at least one prompt"):
                 handle.calibrate(prompts)
+        steps: list[Any] = []
+        for files in ({"path": tmp_path / "no" / "flux.yaml"}, {"planned": tmp_path / "no" / "flux.safetensors"}):
+            with pytest.raises(PatchError, match=r"there is no folder .*no'"):
+                handle.calibrate([{"callback_on_step_end": lambda *_: steps.append(1)}], **files)
+        assert not steps, "told before anything runs"
         with pytest.raises(PatchError, match="at least 2 steps"):
             handle.calibrate([call_arguments("flux", 1)])
         with pytest.raises(PatchError, match="same number of steps"):

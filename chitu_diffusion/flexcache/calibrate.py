@@ -133,13 +133,16 @@ def calibrate(
         numbers.
 
     Raises:
-        PatchError: no prompts, or too few for a profile, or the handle has a cache on.
+        PatchError: no prompts, or too few for a profile, or no folder for a file, or the handle has a cache on.
     """
     skipping = [feature.name for feature in handle.features if feature.skips_trunk or feature.order == Order.CACHE]
     if skipping:
         raise PatchError(f"calibrate computes every step, and {skipping[0]} is on; patch without a cache for it")
     if isinstance(prompts, str) or not prompts:
         raise PatchError("calibrate takes a list of at least one prompt")
+    for file in (path, planned):
+        if file is not None and not (folder := Path(file).expanduser().parent).is_dir():
+            raise PatchError(f"calibrate cannot write {str(file)!r}: there is no folder {str(folder)!r}; make it first")
     watch, changes = Magnitudes(), Changes()
     constants: tuple[Feature, ...] = (watch, changes) if path is not None or planned is None else ()
     calls = Calls(prompts, arguments)
