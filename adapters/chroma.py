@@ -17,5 +17,7 @@ HOOK_MAP = HookMap(
         Stack("single_transformer_blocks", streams={"joint": "hidden_states"}, returns=("joint",), aligned=ALIGNED),
     ),
     guidance="sequential",
+    exit="norm_out",
+    exit_role="image",
     trunk_arguments=("controlnet_block_samples", "controlnet_single_block_samples"),
 )

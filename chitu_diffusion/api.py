@@ -16,6 +16,7 @@ from chitu_hooks.patch import check_pipe, patch_with
 from .adapters import registry
 from .attention import make_attention
 from .attention.choice import AutoAttention, NamedAttention
+from .attention.parts import TorchInParts
 from .flexcache import Params, Strategy, calibrate, make_strategy
 from .parallel import Parallel, make_parallel
 from .parallel.agree import Agreement
@@ -101,6 +102,8 @@ def patch(
         chosen.append(make_strategy(cache))
     if parallel is not None:
         chosen += make_parallel(parallel, pipe, found)
+    if any(isinstance(feature, ContextParallel) and feature.rings for feature in chosen):
+        chosen.append(TorchInParts())
     try:
         _decide_together(chosen, chosen)
         return patch_with(Handle, pipe, chosen, found)

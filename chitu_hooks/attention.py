@@ -113,7 +113,7 @@ class AttentionContext:
         """`next` on a part of the keys: the output, and the float32 (B, H, S) log-sum-exp by which parts are put together.
 
         Raises:
-            GenerationError: a feature further in has an `attention` and no `attention_with_lse`.
+            GenerationError: a feature further in has an `attention` and no `attention_with_lse`, or none takes the part.
         """
         for feature in self.features[self.position :]:
             found = feature.attention_with_lse(q_BSHD, k_BTHD, v_BTHD, self)
@@ -124,12 +124,10 @@ class AttentionContext:
                     f"{self.layer}: {feature.name} gives no log-sum-exp, so attention cannot be put together from parts; use "
                     "another kernel, or no ring"
                 )
-        if self.backend is not None:
-            raise GenerationError(
-                f"{self.layer}: the backend set in diffusers gives no log-sum-exp, so attention cannot be put together from "
-                "parts; reset_attention_backend(), name a kernel, or use no ring"
-            )
-        return _sdpa_with_lse(q_BSHD, k_BTHD, v_BTHD, self.scale)
+        raise GenerationError(
+            f"{self.layer}: no kernel that gives a log-sum-exp runs here, so attention cannot be put together from parts; name "
+            "one, or use no ring"
+        )
 
     @property
     def site(self) -> AttentionSite | None:
@@ -150,13 +148,16 @@ class AttentionContext:
         if frame is None or frame.encoder_hidden_states is None or frame.encoder_hidden_states is frame.hidden_states:
             return "self"
         image, text = frame.hidden_states.shape[1], frame.encoder_hidden_states
+        if text.dim() == 4 and ACTIVE.layout is None and image == query_tokens * text.shape[1]:
+            return "cross"  # WanAnimate's faces: (B, frames, S, C), and the queries of a frame see those of that frame
         if image < query_tokens <= image + text.shape[1] and query_tokens == key_tokens:
             return "joint"
         if query_tokens == image:
             return "cross"
         raise GenerationError(
             f"{self.layer}: attention of {query_tokens} queries on {key_tokens} keys, with {image} and {text.shape[1]} "
-            "tokens going into the processor, is neither self, joint nor cross attention"
+            "tokens going into the processor, is neither self, joint nor cross attention; use no feature that reuses or spreads "
+            "attention"
         )
 
     def text_span(self, query_tokens: int) -> tuple[int, int]:
@@ -250,23 +251,6 @@ def _sdpa(q_BSHD: Any, k_BTHD: Any, v_BTHD: Any, ctx: AttentionContext) -> Any:
         enable_gqa=ctx.gqa,
     )
     return out_BHSD.transpose(1, 2)
-
-
-def _sdpa_with_lse(q_BSHD: Any, k_BTHD: Any, v_BTHD: Any, scale: float | None) -> tuple[Any, Any]:
-    """torch's fused attention and its log-sum-exp: FlashAttention where it takes the dtype, else the efficient kernel."""
-    q, k, v = q_BSHD.transpose(1, 2), k_BTHD.transpose(1, 2), v_BTHD.transpose(1, 2)
-    if k.shape[1] != q.shape[1]:
-        repeat = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    aten = torch.ops.aten
-    if q.device.type == "cpu":
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        found = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)
-    elif q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0:
-        found = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)
-    else:
-        found = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, False, scale=scale)
-    return found[0].transpose(1, 2), found[1][..., : q.shape[2]].float()
 
 
 def _functional_with_seam() -> types.ModuleType:

@@ -154,7 +154,7 @@ class BlockSeam:
             call.denoiser.stacks[number].tries += call.denoiser.stacks[number].returns is None
         called = {number: run.last_index for number, run in call.runs.items()}
         if self.keeps_residuals:
-            refuse_turns(call)
+            refuse_turns(call, parts=bool(self.skipper and (self.skipper.front or self.skipper.back)))
             self._settle_residuals(call, called)
         branch.last_called = called
 
@@ -317,20 +317,28 @@ class BlockSeam:
         return result
 
 
-def refuse_turns(call: Call) -> None:
+def refuse_turns(call: Call, parts: bool) -> None:
     """Raise if two stacks take turns, such as spatial and temporal blocks: what one adds goes into what the other adds.
 
-    A stack that runs between two blocks of another is none of those: the outer one's residual holds what it adds.
+    A stack that runs between two blocks of another is none of those: the outer one's residual holds what it adds. Where only
+    `parts` of the trunk are to be skipped, stacks of which no block was inside are in turns too: a number of blocks from the
+    front or the back is counted stack after stack.
     """
-    runs = [(number, run) for number, run in call.runs.items() if run.exited]
+    runs = [(number, run) for number, run in call.runs.items() if run.exited or (parts and _known(call, number))]
     for number, run in runs:
         for other, later in runs:
             if run.first_at < later.first_at < run.last_at < later.last_at:
                 stacks = call.denoiser.stacks
                 raise RefusedError(
                     f"{call.denoiser.name}: the blocks of {stacks[number].path!r} and {stacks[other].path!r} take turns, so "
-                    "neither stack can be skipped as a whole; run this pipeline without a cache"
+                    "neither can be skipped; features that skip no trunk can be used here, such as caches of the output or of "
+                    "attention"
                 )
+
+
+def _known(call: Call, number: int) -> bool:
+    stack = call.denoiser.stacks[number]
+    return stack.returns is not None and not stack.refiner
 
 
 def _streams(inputs: BlockInputs, keep: bool) -> Streams:

@@ -8,6 +8,7 @@ features in the order of `Feature.order`, outermost first, and for the ``*_out``
     denoiser call        denoiser_in ─────────────────────────── denoiser_out
     trunk                      trunk_in ─ front_out ─────── trunk_out
     block                            block_in ───── block_out
+    attention layer                     attention_layer
     attention call                         attention
 """
 
@@ -18,9 +19,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
-    from .attention import AttentionContext
+    from .attention import AttentionContext, Frame
     from .call import BlockInputs, Call, StepCall
     from .hook_map import HookMap
     from .sites import BlockSite, Sites
@@ -59,8 +62,9 @@ class Feature:
         exactness: what the feature does to the output, see `Exactness`.
         order: its place among the features of one seam, see `Order`.
         skips_trunk: the feature calls `Call.skip_trunk`, so the engine keeps every stack's residual for each branch.
-        front, back: blocks at either end of the trunk that a skipped call still computes. Refiners come before the
-            trunk; they are skipped with it only when both are 0.
+        front, back: blocks at either end of the trunk that a skipped call still computes; a `back` between 0 and 1 is a part
+            of them, which leaves at least one block in and one out. Refiners come before the trunk; they are skipped with it
+            only when both are 0.
         reuses: what a skipped call gets from the last computed one: `residual`, added to this call's input; or `output`,
             whatever goes in now. `Branch.residuals` holds the one or the other.
 
@@ -73,7 +77,7 @@ class Feature:
     order: Order = Order.CACHE
     skips_trunk: bool = False
     front: int = 0
-    back: int = 0
+    back: int | float = 0
     reuses: Literal["residual", "output"] = "residual"
 
     def bind(self, sites: Sites, hook_map: HookMap) -> Refusal | None:
@@ -131,6 +135,18 @@ class Feature:
         """After a block that ran or was replaced by `block_in`; may return other streams."""
         return None
 
+    def attention_layer(self, frame: Frame, rest: Callable[[], Any]) -> Any | None:
+        """In place of one whole layer, projections included; traced code does not come here.
+
+        Args:
+            frame: what went into the layer's processor, and which layer it is.
+            rest: runs the layer, with `attention` of every feature.
+
+        Returns:
+            What the processor returns, or None to let the layer run.
+        """
+        return None
+
     def attention(
         self, q_BSHD: torch.Tensor, k_BTHD: torch.Tensor, v_BTHD: torch.Tensor, ctx: AttentionContext
     ) -> torch.Tensor | None:
@@ -155,7 +171,7 @@ class Feature:
 
         Returns:
             The (B, S, H, D) output and the float32 (B, H, S) log of the sums of exp(scale q·k), or None to leave the part
-            to torch. A feature that overrides `attention` and not this is refused where parts are asked for.
+            to features further in. A feature that overrides `attention` and not this is refused where parts are asked for.
         """
         return None
 
@@ -171,7 +187,7 @@ SEAM_METHODS: dict[str, tuple[str, ...]] = {
     "clock": ("begin", "step_in", "step_out", "end"),
     "denoiser": ("denoiser_in", "denoiser_out"),
     "block": ("trunk_in", "front_out", "trunk_out", "block_in", "block_out"),
-    "attention": ("attention", "attention_with_lse"),
+    "attention": ("attention_layer", "attention", "attention_with_lse"),
 }
 """Which methods hang on which seam."""
 

@@ -27,7 +27,7 @@ def find_hook_map(pipe: Any, hook_map: HookMap | str | Path | None, registry: Se
     """
     if hook_map is not None:
         found = hook_map if isinstance(hook_map, HookMap) else load_hook_map(hook_map)
-        _check_claims(pipe, found)
+        _check_claims(pipe, found, registry)
         found = dataclasses.replace(found, source="explicit")
     else:
         found = _from_registry(pipe, registry) or infer_map(_not_modular(pipe))
@@ -54,12 +54,15 @@ def _not_modular(pipe: Any) -> Any:
     return pipe
 
 
-def _check_claims(pipe: Any, hook_map: HookMap) -> None:
-    if not set(lineage(pipe)) & set(hook_map.pipelines):
-        raise HookMapError(
-            f"hook map {hook_map.name!r} is for {', '.join(hook_map.pipelines)}, not for {type(pipe).__name__}"
-            f"{nearest(type(pipe).__name__, hook_map.pipelines)}"
-        )
+def _check_claims(pipe: Any, hook_map: HookMap, registry: Sequence[HookMap]) -> None:
+    name = type(pipe).__name__
+    if set(lineage(pipe)) & set(hook_map.pipelines):
+        return
+    theirs = [other.name for other in registry if set(lineage(pipe)) & set(other.pipelines)]
+    raise HookMapError(
+        f"hook map {hook_map.name!r} is for {', '.join(hook_map.pipelines)}, not for {name}"
+        + (f"; that of {name} is {theirs[0]!r}" if theirs else nearest(name, hook_map.pipelines))
+    )
 
 
 def _from_registry(pipe: Any, registry: Sequence[HookMap]) -> HookMap | None:

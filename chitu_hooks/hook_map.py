@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import runpy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from .errors import HookMapError, nearest
 
 ROLES = ("image", "text", "joint")
 """*image* and *text*: tokens of one kind. *joint*: both in one tensor."""
+EXIT_ROLES = ("", "image", "joint")
 GUIDANCE = ("batched", "sequential", "embedded", "unknown")
 ALIGNED = re.compile(r"(image|text|joint)(?:@(\d)(?::(\d))?)?")
 """Form of a value of `Stack.aligned`."""
@@ -91,6 +92,8 @@ class HookMap:
     exit: str = ""
     """Dotted path of the module whose first argument is the trunk's output (the output norm); empty: the last block's
     output. Needed where the model adds something, or leaves blocks out, after the last block called."""
+    exit_role: Literal["", "image", "joint"] = ""
+    """What `exit` takes, where that is not the main stream of the last stack: "image" if the text was cut off before."""
     trunk_arguments: tuple[str, ...] = ()
     """Denoiser arguments that are added to the image or the joint stream between blocks: lists or dicts of (B, S, C)."""
     source: Literal["explicit", "registry", "inferred"] = field(default="explicit", compare=False)
@@ -112,6 +115,8 @@ class HookMap:
         )
         if self.guidance not in GUIDANCE:
             raise HookMapError(f"{name}: guidance is {self.guidance!r}{nearest(str(self.guidance), GUIDANCE)}")
+        if self.exit_role not in EXIT_ROLES:
+            raise HookMapError(f"{name}: exit_role is {self.exit_role!r}{nearest(str(self.exit_role), EXIT_ROLES[1:])}")
         paths = [stack.path for stack in self.stacks or ()]
         twice = next((path for path in paths if paths.count(path) > 1), None)
         if twice is not None:
@@ -138,8 +143,19 @@ def load_hook_map(path: str | Path) -> HookMap:
     try:
         names = runpy.run_path(str(path))
     except (Exception, SystemExit) as error:  # the file is the user's: whatever it raises is told in one sentence
-        raise HookMapError(f"hook map {str(path)!r} does not run: {type(error).__name__}: {error}") from error
+        raise HookMapError(
+            f"hook map {str(path)!r} does not run: {type(error).__name__}: {error}{_nearest_field(error)}"
+        ) from error
     found = names.get("HOOK_MAP")
     if not isinstance(found, HookMap):
         raise HookMapError(f"hook map {str(path)!r} has no HOOK_MAP of type chitu_hooks.HookMap")
     return found
+
+
+def _nearest_field(error: BaseException) -> str:
+    """The fields like the one that `HookMap` or `Stack` did not expect, if that is the error."""
+    found = re.fullmatch(r"(HookMap|Stack)\.__init__\(\) got an unexpected keyword argument '(\w+)'.*", str(error))
+    if not isinstance(error, TypeError) or found is None:
+        return ""
+    cls = HookMap if found[1] == "HookMap" else Stack
+    return nearest(found[2], [one.name for one in fields(cls)])

@@ -18,7 +18,7 @@ from .hook_map import HookMap, Stack
 from .sites import argument_positions, attends
 
 if TYPE_CHECKING:
-    from .sites import BlockSite, StackSite
+    from .sites import BlockSite, Sites, StackSite
 
 CONDITIONING = (
     "encoder_hidden_states",
@@ -189,3 +189,22 @@ def resolve_single(block: BlockSite, run: StackRun, result: Any) -> bool:
 def _settle(stack: StackSite, returns: tuple[str, ...]) -> None:
     stack.returns = returns
     stack.streams = {name: name for name in returns}
+
+
+def not_inferred(sites: Sites, hook_map: HookMap) -> list[str]:
+    """What an inferred map does not say about `sites`, each with the line of a map that would say it."""
+    if hook_map.source != "inferred":
+        return []
+    lines = []
+    if hook_map.guidance == "unknown":
+        lines.append('how guidance is run: guidance="batched" or guidance="sequential"')
+    for stack in sites.stacks:
+        if stack.refiner or stack.aligned is not None:
+            continue
+        streams = set((stack.streams or {}).values())
+        named = [name for name in stack.blocks[0].arguments if name not in streams]
+        lines.append(
+            f"which of {', '.join(named)} of {stack.denoiser.name}.{stack.path} have one entry a token: "
+            f'Stack("{stack.path}", …, aligned={{argument: "image", "text" or "joint"}})'
+        )
+    return lines

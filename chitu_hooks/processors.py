@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as torch_functional
 from diffusers.hooks._helpers import AttentionProcessorRegistry
 from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -117,13 +118,19 @@ def _framed(stock: Callable[..., Any], clone: types.FunctionType) -> Callable[..
 
     @functools.wraps(stock)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if ACTIVE.attention is None:
+        features = ACTIVE.attention
+        if features is None:
             return stock(self, *args, **kwargs)
         image = args[image_at] if 0 <= image_at < len(args) else kwargs.get("hidden_states")
         text = args[text_at] if 0 <= text_at < len(args) else kwargs.get("encoder_hidden_states")
         outer = ACTIVE.frame
         ACTIVE.frame = Frame(image, text, self._chitu_attention.site(args[0] if args else kwargs.get("attn")))
         try:
+            if not torch.compiler.is_compiling():
+                for feature in features:
+                    found = feature.attention_layer(ACTIVE.frame, functools.partial(clone, self, *args, **kwargs))
+                    if found is not None:
+                        return found
             return clone(self, *args, **kwargs)
         finally:
             ACTIVE.frame = outer

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .infer import not_inferred
+
 if TYPE_CHECKING:
     from .engine import Engine
 
@@ -34,6 +36,8 @@ class Report:
     """What a skipped step still runs: everything of the denoiser outside its stacks."""
     notes: list[str] = field(default_factory=list)
     """Fallbacks and why; things that were left behind by `undo`."""
+    not_inferred: list[str] = field(default_factory=list)
+    """What an inferred map does not say, each with the line of a map that would say it."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -55,6 +59,11 @@ class Report:
         if self.still_runs and any(calls["skipped"] for calls in self.branches.values()):
             lines.append(f"  a skipped step still runs {', '.join(self.still_runs)}")
         lines += [f"  note       {note}" for note in self.notes]
+        if self.not_inferred:
+            lines.append(
+                "  not inferred, and only needed by caches of fewer tokens and by ranks; `chitu adapt` writes a map:"
+            )
+            lines += [f"    {line}" for line in self.not_inferred]
         return "\n".join(lines)
 
 
@@ -63,7 +72,8 @@ def make_report(engine: Engine, active: bool) -> Report:
     sites, last = engine.sites, engine.last
     hook_map = engine.hook_map
     unresolved = [
-        f"{stack.denoiser.name}.{stack.path}: streams not known, its blocks are always run"
+        f"{stack.denoiser.name}.{stack.path}: streams not known, its blocks are always run; write them: "
+        f"Stack({stack.path!r}, streams={{role: argument}}, returns=(role,))"
         for stack in sites.stacks
         if last is not None and engine.hooks_blocks and stack.returns is None
     ]
@@ -84,6 +94,7 @@ def make_report(engine: Engine, active: bool) -> Report:
         bytes_held=last.peak_bytes if last else 0,
         still_runs=_outside_stacks(engine) if any(f.skips_trunk for f in engine.features) else [],
         notes=[*(last.notes if last else ()), *unresolved, *engine.left_behind],
+        not_inferred=not_inferred(sites, hook_map),
     )
 
 

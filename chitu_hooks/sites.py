@@ -89,6 +89,8 @@ class DenoiserSite:
     attention: list[AttentionSite] = field(default_factory=list)
     exit: ExitSite | None = None
     """None: the trunk ends with the last block called."""
+    trunk_arguments: tuple[str, ...] = ()
+    """As in the hook map."""
 
     @property
     def inner(self) -> nn.Module:
@@ -162,7 +164,7 @@ def find_sites(pipe: Any, hook_map: HookMap) -> Sites:
 
 
 def _denoiser_site(name: str, module: nn.Module, hook_map: HookMap) -> DenoiserSite:
-    site = DenoiserSite(name, module, {})
+    site = DenoiserSite(name, module, {}, trunk_arguments=hook_map.trunk_arguments)
     site.arguments = argument_positions(site.inner)
     for argument in (*hook_map.conditioning, *hook_map.trunk_arguments):
         if argument not in site.arguments and hook_map.source != "inferred":
@@ -220,7 +222,9 @@ def _exit_site(denoiser: DenoiserSite, hook_map: HookMap) -> ExitSite:
         module = child
     streams = denoiser.stacks[-1].streams if denoiser.stacks else None
     argument = next(iter(argument_positions(module)), "")
-    return ExitSite(denoiser, module, argument, "image" if "image" in (streams or {}) else "joint")
+    return ExitSite(
+        denoiser, module, argument, hook_map.exit_role or ("image" if "image" in (streams or {}) else "joint")
+    )
 
 
 def _follow(denoiser: DenoiserSite, path: str, hook_map: HookMap) -> nn.ModuleList:

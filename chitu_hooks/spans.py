@@ -24,17 +24,20 @@ class Spans:
         return span is not None and span.start <= index < span.stop
 
 
-def find_spans(stacks: Sequence[StackSite], front: int = 0, back: int = 0) -> Spans:
+def find_spans(stacks: Sequence[StackSite], front: int = 0, back: int | float = 0) -> Spans:
     """The middle of the trunk that `stacks` are, in the order in which they run.
 
     Args:
         stacks: with the refiners, which are in the middle only if nothing is at the ends.
-        front, back: number of blocks that are always computed.
+        front, back: number of blocks that are always computed, or, of those at the back, their part of the trunk.
     """
     if not front and not back:
         return Spans({stack.number: range(len(stack.blocks)) for stack in stacks})
     trunk = [stack for stack in stacks if not stack.refiner and stack.returns is not None]
-    stop = sum(len(stack.blocks) for stack in trunk) - back
+    number = sum(len(stack.blocks) for stack in trunk)
+    if 0 < back < 1:
+        back = number - min(max(round(round((1 - back) * number, 6)), 1), number - 1)
+    stop = number - int(back)
     ranges, front_end, before = {}, None, 0
     for stack in trunk:
         span = range(max(front - before, 0), min(stop - before, len(stack.blocks)))

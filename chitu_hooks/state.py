@@ -170,6 +170,8 @@ class Generation:
         self.saved_flops = 0
         self.fewer: dict[tuple[str, str], Counter[int]] = {}
         """Denoiser and branch -> number of image tokens -> calls that computed only so many."""
+        self.left_out: dict[tuple[str, str], Counter[str]] = {}
+        """Denoiser and branch -> path of a module of the denoiser -> calls in which that module alone was not run."""
 
     @property
     def running_here(self) -> bool:

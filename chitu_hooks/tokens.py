@@ -26,21 +26,32 @@ class AlignedCuts:
         self.tokens = tokens
         self.cut = cut
         self._known: dict[Any, Any] = {}
+        self._named: dict[str, tuple[str, str]] = {}
+        """Key of `Stack.aligned` -> the argument and the path within it."""
 
     def apply(self, inputs: BlockInputs) -> None:
-        """Put the cut arguments in place of the whole ones.
+        """Put the cut arguments in place of the whole ones. Blocks are mostly handed the same objects: each is cut once a call.
 
         Raises:
             GenerationError: an argument has not the size that the map says it has.
         """
         for key, spec in (inputs.block.stack.aligned or {}).items():
-            name, _, path = key.partition(".")
-            value = inputs.get(name)
-            if value is not None:
-                inputs.set(name, self._cut(value, path, spec, f"{inputs.block.path}: {key}", key))
+            named = self._named.get(key)
+            if named is None:
+                name, _, path = key.partition(".")
+                named = self._named[key] = name, path
+            value = inputs.get(named[0])
+            if value is None:
+                continue
+            known = self._known.get((id(value), key))
+            if known is None:  # only then is it named, for messages
+                cut = self._cut(value, named[1], spec, f"{inputs.block.path}: {key}", key)
+            else:
+                cut = known[1]
+            inputs.set(named[0], cut)
 
     def _cut(self, value: Any, path: str, spec: str, where: str, key: str) -> Any:
-        """The part of `value` at `path`, cut. Blocks are mostly handed the same objects: each is cut once a call."""
+        """The part of `value` at `path`, cut; also of what is new for each block and holds the same tensors."""
         known = self._known.get((id(value), key))
         if known is not None:
             return known[1]
@@ -90,7 +101,7 @@ def refuse_cutting(sites: Sites, hook_map: HookMap, remedy: str) -> Refusal | No
             return Refusal(
                 f"the hook map {hook_map.name!r} ({hook_map.source}) does not say which arguments of {where} have one "
                 "entry a token",
-                "give that stack aligned={argument: role} in a map of your own",
+                "`chitu adapt` finds them and writes a map; or give that stack aligned={argument: role} in one of your own",
             )
         for block in stack.blocks:
             for name, module in block.module.named_modules():

@@ -52,7 +52,7 @@ ACTS: dict[str, Params] = {
     "planned guarded": Planned(speedup=2.5, stretch=True, guard=2),
     "cubic": Cubic(warmup=2, static=0.4, medium=0.7, static_interval=5, medium_interval=2, region=2),
     "taylorseer": TaylorSeer(order=2, interval=3),
-    "taylorseer feature": TaylorSeer(order=1, interval=3, on="feature"),
+    "taylorseer feature": TaylorSeer(order=1, interval=3, of="feature"),
 }
 """Parameters that skip on every tiny pipeline at `STEPS` steps."""
 
@@ -72,10 +72,15 @@ EXACT: dict[str, Params] = {
     "cubic": Cubic(medium=0.0, warmup=1),
     "cubic often": Cubic(static_interval=1, warmup=1),
     "taylorseer": TaylorSeer(interval=1, order=2),
-    "taylorseer feature": TaylorSeer(interval=1, on="feature"),
+    "taylorseer feature": TaylorSeer(interval=1, of="feature"),
     "warmup": FBCache(threshold=50.0, warmup=STEPS),
 }
 """Parameters that never skip."""
+
+
+def one_each(table: dict[str, Params]) -> dict[str, Params]:
+    """One entry of `table` for each strategy: what is left out are other schedules of the same machinery."""
+    return {label: params for label, params in table.items() if label == params.strategy}
 
 
 REFUSED = {"cubic": ("sana", "hidream", "mochi", "hunyuan_dit")}

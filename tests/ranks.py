@@ -30,6 +30,15 @@ def on_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: floa
     return [value for _, value in found]
 
 
+def divided(work: dict[Any, Callable[[], Any]]) -> dict[Any, Any]:
+    """What each of the functions returns, on every rank, each called on one of them: what one process gives, to compare with."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mine = {key: function() for number, (key, function) in enumerate(work.items()) if number % ranks == rank}
+    found: list[Any] = [None] * ranks
+    dist.all_gather_object(found, mine)
+    return {key: value for part in found for key, value in part.items()}
+
+
 def _rank(rank: int, function: Callable[..., Any], ranks: int, args: Any, folder: str, timeout: float) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     torch.set_num_threads(1)

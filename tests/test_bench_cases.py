@@ -8,6 +8,7 @@ import pytest
 
 from chitu_diffusion.bench.cases import Case, default_cases, load_cases
 from chitu_diffusion.bench.errors import BenchError
+from chitu_diffusion.bench.files import prompts_file
 from chitu_diffusion.bench.kinds import PEERS
 from chitu_diffusion.flexcache.params import PARAMS
 
@@ -34,12 +35,28 @@ def test_the_shipped_file_has_every_strategy_every_peer_and_the_free_ones() -> N
     assert 5 <= len(quick) <= 8 and {case.steps for case in quick} == {28}
 
 
+@pytest.mark.parametrize("path", sorted(default_cases().parent.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_file_can_be_run(path: Path) -> None:
+    assert load_cases(path)
+
+
+def test_the_shipped_prompts_are_divided_into_tuning_and_test(tmp_path: Path) -> None:
+    whole, tuning, test = (
+        Path(prompts_file(name)).read_text().splitlines() for name in ("flexcache", "tuning", "test")
+    )
+    assert whole == tuning + test and len(tuning) == 8 and len(set(whole)) == 32
+    own = tmp_path / "test"
+    own.touch()
+    assert prompts_file(str(own)) == str(own) and prompts_file("mine.txt") == "mine.txt"
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         ("cases: [{use: fbcach}]", "case 1: no cache 'fbcach'; nearest: fbcache"),
         ("cases: [{use: static, params: {steps: uniform, budgt: 3}}]", "no parameter 'budgt'; nearest: budget"),
         ("cases: [{use: fbcache}, {usee: static}]", "case 2: unknown key 'usee'; nearest: use"),
+        ("cases: [{use: fbcache, params: {on: 1}}]", "YAML reads True as a bool; quote it"),
         ("case: []", "is to hold `cases`"),
         ("stepz: 3\ncases: [{use: fbcache}]", "unknown key 'stepz'; nearest: steps"),
         ("cases: [{kind: difusers, use: magcache}]", "no kind 'difusers'; nearest: diffusers"),
@@ -47,6 +64,8 @@ def test_the_shipped_file_has_every_strategy_every_peer_and_the_free_ones() -> N
         ("cases: [{kind: diffusers, use: magcache, params: {treshold: 1}}]", "'treshold'; nearest: threshold"),
         ("cases: [{kind: fewer steps, params: {count: 99}}]", "from 1 to 28, the steps, not 99"),
         ("cases: [{kind: coarser grid, params: {count: 9, schedule: uniforn}}]", "nearest: uniform"),
+        ("cases: [{kind: attention, use: sdpa_flsh}]", "nearest: sdpa_flash"),
+        ("cases: [{kind: attention, use: auto, params: {a: 1}}]", "use names a kernel, and there are no params"),
         ("cases: [{use: fbcache, steps: 0}]", "steps are whole numbers from 1, not 0"),
         ("cases: [{use: fbcache}, {use: fbcache}]", "is there twice"),
         ("cases: [", "is no YAML"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import json
 import os
 import resource
@@ -18,13 +18,18 @@ import tiny_text
 from typer.testing import CliRunner, Result
 
 from chitu_diffusion.bench.files import write_json
+from chitu_diffusion.bench.flexcache import Bench
+from chitu_diffusion.bench.plan import Plan
+from chitu_diffusion.bench.results import summary
 from chitu_diffusion.cli.main import app
+from chitu_diffusion.runtime import DiffusionTask
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = """
 steps: 6
 cases:
   - {use: static, params: {steps: uniform}, vary: {budget: [3, 6]}, quick: true}
+  - {kind: attention, use: sdpa_math}
   - {kind: coarser grid, params: {count: 6}}
   - {kind: coarser grid, params: {count: 3}}
   - {kind: fewer steps, params: {count: 3}}
@@ -101,6 +106,12 @@ def test_what_skips_nothing_is_equal(done: Path) -> None:
         assert quality["flops_ratio"] == 1
 
 
+def test_an_attention_kernel_is_a_case(done: Path) -> None:
+    quality = records(done)["attention sdpa_math"]["quality"]
+    assert quality["metrics"]["psnr"]["worst"] > 90 and quality["flops_ratio"] == 1
+    assert list(quality["calls"].values()) == 2 * [{"full": 6.0}]
+
+
 def test_coupled_cases_are_drawn_one_by_one(done: Path) -> None:
     cases = records(done)
     assert cases["static steps=uniform, budget=3"]["quality"]["batch"] == 4
@@ -134,12 +145,71 @@ def test_collect_never_mixes_baselines(done: Path, model: Path, inputs: Path, tm
     names = {path.name for path in (tmp_path / "all").iterdir()}
     assert {"flexcache.json", "flexcache.md", "flexcache_tradeoff.png", "flexcache_sheet.png"} <= names
     data = json.loads((tmp_path / "all" / "flexcache.json").read_text())
-    assert [b["id"] for b in data["baselines"]] == [one, two] and len(data["cases"]) == 10
+    assert [b["id"] for b in data["baselines"]] == [one, two] and len(data["cases"]) == 11
     assert (tmp_path / "all" / "flexcache.md").read_text().count("| baseline |") == 2
     assert "samples" not in json.dumps(data["cases"][0]["quality"])
     again = chitu("bench", "collect", tmp_path / "all" / "flexcache.json", "--output", tmp_path / "again")
     assert again.exit_code == 0, again.output
     assert json.loads((tmp_path / "again" / "flexcache.json").read_text()) == data
+
+
+def test_collect_puts_sweeps_of_28_and_of_50_steps_side_by_side(done: Path, tmp_path: Path) -> None:
+    assert chitu("bench", "collect", done, "--output", tmp_path / "one").exit_code == 0
+    text = (tmp_path / "one" / "flexcache.json").read_text()
+    (baseline,) = json.loads(text)["baselines"]
+    more = json.loads(text.replace(baseline["id"], "longer"))  # as the same command with more steps leaves it
+    more["baselines"][0]["content"]["steps"] = 12
+    more["baselines"][0]["time"] = "2000-01-01T00:00:00Z"
+    for case in more["cases"]:
+        case["id"] += "-longer"
+    (tmp_path / "longer.json").write_text(json.dumps(more))
+    result = chitu("bench", "collect", tmp_path / "longer.json", done, "--output", tmp_path / "both")
+    assert result.exit_code == 0, result.output
+    both = json.loads((tmp_path / "both" / "flexcache.json").read_text())
+    assert [one["content"]["steps"] for one in both["baselines"]] == [6, 12]
+    assert len(both["cases"]) == 2 * len(more["cases"])
+    pictures = {path.name for path in (tmp_path / "both").glob("*.png")}
+    assert pictures == {"flexcache_tradeoff.png", "flexcache_sheet.png"}, "one picture with a panel for each"
+
+
+def test_groups_are_as_large_as_the_time_allows() -> None:
+    bench = object.__new__(Bench)
+    bench.plan = Plan(task=DiffusionTask(prompts=("a cat",)), seeds=(0,), cases=(), output=Path("nowhere"))
+    bench.begun, bench.missing_seconds = time.monotonic(), None
+    for pace, seconds, count in (
+        (0.01, float("inf"), 8),  # 28 steps x 4 calls: 1.1 s a case
+        (0.2, float("inf"), 7),  # 22 s a case: 8 of them, the baseline one, are 180 s
+        (2.0, float("inf"), 4),  # not fewer, though they take long: each group has its baseline
+        (0.2, 60.0, 1),
+        (0.2, 30.0, 0),
+    ):
+        bench.pace, bench.plan = pace, dataclasses.replace(bench.plan, seconds=seconds)
+        assert bench.together(28) == count, (pace, seconds)
+    assert bench.missing_seconds == pytest.approx(44.8)
+
+
+def test_the_best_cases_at_half_the_flops_have_rows_in_the_readme(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "ChituBench" / "scripts")
+    import report_readme
+
+    rows = report_readme.caches(summary([done]))
+    assert [len(row) for row in rows] == 3 * [len(report_readme.COLUMNS)]
+    assert ["PSNR" in row[7] and "no cache" in row[4] for row in rows] == 3 * [True]
+    names = [row[0] for row in rows]
+    assert names[1].startswith("flux model: diffusers first_block_cache") and "count=3" in names[2], names
+
+
+def test_nothing_is_begun_that_does_not_fit(model: Path, inputs: Path, tmp_path: Path) -> None:
+    output = tmp_path / "results"
+    result = chitu(*words(model, inputs, output), "--quick", "--minutes", 1e-4)
+    assert result.exit_code == 0, result.output
+    assert "does not fit; the same command continues" in " ".join(result.output.split())
+    assert records(output) == {}
+    enough = chitu(*words(model, inputs, output), "--quick", "--minutes", 5, "--lpips")
+    assert enough.exit_code == 0 and "does not fit" not in enough.output, enough.output
+    assert all(record["quality"] and record["timing"] for record in records(output).values()) and records(output)
+    measured = all("lpips" in record["quality"]["metrics"] for record in records(output).values())
+    assert measured or "LPIPS is left out" in enough.output, "it goes on without, and says so"
 
 
 @pytest.mark.parametrize(
@@ -187,16 +257,6 @@ def ended(cwd: Path, told: str, *arguments: object) -> None:
     assert told in line and "Traceback" not in done.stderr
 
 
-def pressed(process: subprocess.Popen[str]) -> str:
-    """What it said until it ended. Python loses an interrupt that comes within a destructor: then it is pressed again."""
-    for _ in range(6):
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.communicate(timeout=20)[1]
-    process.kill()
-    return process.communicate()[1]
-
-
 def test_an_interrupt_keeps_what_was_measured(model: Path, inputs: Path, tmp_path: Path) -> None:
     output = tmp_path / "results"
     command = [sys.executable, "-m", "chitu_diffusion.cli.main", *words(model, inputs, output)]
@@ -204,11 +264,12 @@ def test_an_interrupt_keeps_what_was_measured(model: Path, inputs: Path, tmp_pat
     deadline = time.monotonic() + 300
     while not list(output.glob("cases/*.json")) and bench.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    told = pressed(bench)
+    bench.send_signal(signal.SIGINT)
+    told = bench.communicate(timeout=120)[1]
     assert bench.returncode == 130, told
     (line,) = [line for line in told.splitlines() if line.startswith("chitu: ")]
     assert str(output) in line and "the same command continues" in line
-    assert "Traceback" not in told or "Exception ignored" in told
+    assert "Traceback" not in told
     assert records(output) and list(output.rglob("*.part")) == []
 
 

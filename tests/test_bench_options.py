@@ -14,9 +14,14 @@ from chitu_diffusion.cli.main import app
 OPTIONS = {
     "attention": ["--write", "--output", "--quick"],
     "flexcache": [
-        "--cases", "--prompts", "--seeds", "--peers", "--quick", "--repeats", "--timed", "--batch", "--workers",
+        "--cases", "--prompts", "--limit", "--seeds", "--peers", "--quick", "--repeats", "--timed", "--batch", "--workers",
         "--minutes", "--lpips", "--negative-prompt", "--guidance", "--height", "--width", "--num-frames", "--set",
         "--model", "--hook-map", "--dtype", "--device", "--require-gpu", "--output",
+    ],
+    "parallel": [
+        "--nproc", "--modes", "--peers", "--repeats", "--compile", "--attention", "--prompt", "--negative-prompt",
+        "--steps", "--guidance", "--height", "--width", "--num-frames", "--seed", "--set", "--model", "--hook-map",
+        "--dtype", "--device", "--require-gpu", "--output",
     ],
     "collect": ["--output", "--ratio"],
 }  # fmt: skip

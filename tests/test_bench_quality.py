@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -73,3 +75,29 @@ def test_without_lpips_it_says_what_is_missing() -> None:
     told: list[str] = []
     reason = lpips_distance(told.append)
     assert isinstance(reason, str) and "chitu-diffusion[eval]" in reason and told == []
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        (
+            "raise RuntimeError('operator torchvision::nms does not exist')",
+            "import lpips fails (RuntimeError: operator",
+        ),
+        ("def LPIPS(net, verbose): raise OSError('no route to host')", "its weights cannot be had: no route to host"),
+    ],
+    ids=["a torchvision for another torch", "no network"],
+)
+def test_lpips_that_cannot_be_used_is_left_out(
+    module: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from chitu_diffusion.evaluation.perceptual import lpips_distance
+
+    (tmp_path / "lpips.py").write_text(module)
+    monkeypatch.delitem(sys.modules, "lpips", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    downloads: list[str] = []
+    reason = lpips_distance(downloads.append)
+    assert isinstance(reason, str) and reason.startswith("LPIPS is left out") and told in reason
+    assert ("raise RuntimeError" in module) != any("233 MB from download.pytorch.org" in line for line in downloads)
+    sys.modules.pop("lpips", None)

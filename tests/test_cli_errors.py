@@ -103,7 +103,10 @@ MISTAKES: dict[str, tuple[list[Word], str]] = {
     "hook map is missing": (["--hook-map", "nothing.py"], "no hook map file 'nothing.py'"),
     "hook map does not run": (["--hook-map", write("map.py", BROKEN_MAP)], "does not run: ValueError: no map today"),
     "hook map has no map": (["--hook-map", write("map.py", b"x = 1")], "has no HOOK_MAP"),
-    "hook map is for another": (["--hook-map", write("map.py", OTHER_MAP)], "is for WanPipeline, not for FluxPipeline"),
+    "hook map is for another": (
+        ["--hook-map", write("map.py", OTHER_MAP)],
+        "is for WanPipeline, not for FluxPipeline; that of FluxPipeline is 'flux'",
+    ),
     "hook map has a wrong path": (
         ["--hook-map", write("map.py", WRONG_MAP)],
         "has no stack 'transformer_block'; nearest: transformer_blocks",

@@ -11,6 +11,7 @@ from snapshot import changes, snapshot
 from tiny import build, run
 
 import chitu_hooks
+from chitu_diffusion.attention.parts import TorchInParts
 from chitu_hooks import Feature, HookMap, Order, Refusal, Stack, patch, seam
 
 METHODS = {
@@ -25,6 +26,7 @@ METHODS = {
     "trunk_out": "(self, call: 'Call', streams: 'Streams') -> 'Streams | None'",
     "block_in": "(self, call: 'Call', block: 'BlockSite', inputs: 'BlockInputs') -> 'Streams | None'",
     "block_out": "(self, call: 'Call', block: 'BlockSite', outputs: 'Streams') -> 'Streams | None'",
+    "attention_layer": "(self, frame: 'Frame', rest: 'Callable[[], Any]') -> 'Any | None'",
     "attention": "(self, q_BSHD: 'torch.Tensor', k_BTHD: 'torch.Tensor', v_BTHD: 'torch.Tensor', "
     "ctx: 'AttentionContext') -> 'torch.Tensor | None'",
     "attention_with_lse": "(self, q_BSHD: 'torch.Tensor', k_BTHD: 'torch.Tensor', v_BTHD: 'torch.Tensor', "
@@ -102,6 +104,7 @@ def test_fields_of_hook_maps() -> None:
         "conditioning",
         "guidance",
         "exit",
+        "exit_role",
         "trunk_arguments",
         "source",
     ]
@@ -196,6 +199,6 @@ def test_a_feature_that_gives_parts_only_is_run() -> None:
             return None
 
     parts = Parts()
-    with patch(build("flux"), [InParts(), parts]) as handle:
+    with patch(build("flux"), [InParts(), parts, TorchInParts()]) as handle:
         run("flux", handle.pipe, 2)
     assert parts.calls > 0

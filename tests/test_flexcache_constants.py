@@ -63,9 +63,9 @@ def test_ratios_are_stretched_to_other_numbers_of_steps() -> None:
     with patch(flux_dev_on_meta(), cache=MagCache()) as handle:
         strategy: Any = handle.features[0]
         ratios = strategy._lists[0]
-        assert [strategy.ratio(0, i, 28) for i in range(1, 28)] == list(ratios)
-        assert strategy.ratio(0, 13, 14) == ratios[-1]
-        assert [strategy.ratio(1, i, 55) for i in (2, 4, 54)] == [ratios[0], ratios[1], ratios[-1]]
+        assert [strategy.ratio(i, 28) for i in range(1, 28)] == list(ratios)
+        assert strategy.ratio(13, 14) == ratios[-1]
+        assert [strategy.ratio(i, 55) for i in (2, 4, 54)] == [ratios[0], ratios[1], ratios[-1]]
 
 
 @pytest.mark.parametrize("name", ["flux", "wan"])
@@ -133,6 +133,18 @@ def test_calibrate_measures_what_the_definition_says(tmp_path: Path) -> None:
         warnings.simplefilter("error", ChituWarning)
         assert not torch.equal(run("wan", pipe, 20), stock)
     assert log.hits > 0
+
+
+def test_branches_are_held_equally_long_whatever_their_own_ratios(tmp_path: Path) -> None:
+    pipe, log, file = build("wan"), Log(), tmp_path / "wan.yaml"
+    with patch(pipe) as handle:
+        found = handle.calibrate([call_arguments("wan", STEPS)], file)
+    found["magcache"]["ratios"][1] = [5.0] * (STEPS - 1)
+    file.write_text(yaml.safe_dump(found))
+    with patch(pipe, cache=MagCache(constants=str(file), threshold=0.5), features=(log,)):
+        run("wan", pipe, STEPS)
+    first, second = dict.fromkeys(branch for branch, *_ in log.calls)
+    assert log.computed(first) == log.computed(second) and log.hits
 
 
 @pytest.mark.parametrize("name", ["flux", "flux2_klein", "sd3", "zimage", "pixart", "sana"])

@@ -61,11 +61,13 @@ def test_every_field_is_explained(cls: type[Params]) -> None:
         (MagCache, {"ratios": (1.0, 0.0)}, "magcache: ratios are numbers above 0"),
         (EasyCache, {"threshold": None}, "easycache: threshold is a number from 0, not None"),
         (TaylorSeer, {"interval": 0}, "taylorseer: interval is a whole number from 1, not 0"),
-        (TaylorSeer, {"on": "featur"}, "taylorseer: on is residual or feature, not 'featur'; nearest: feature"),
+        (TaylorSeer, {"ramp": 1}, "taylorseer: ramp is true or false, not 1"),
+        (TaylorSeer, {"damping": 1.5}, "taylorseer: damping is a number from 0 to 1, not 1.5"),
+        (TaylorSeer, {"of": "featur"}, "taylorseer: of is residual or feature, not 'featur'; nearest: feature"),
         (
             Static,
             {"steps": (0,), "forecast": "line"},
-            "static: forecast is hold or linear, not 'line'; nearest: linear",
+            "static: forecast is hold or linear or damped, not 'line'; nearest: linear",
         ),
         (BlockDance, {"boundary": 1.5}, "blockdance: boundary is a number from 0 to 1, not 1.5"),
         (PAB, {"kinds": "selff"}, "pab: kinds is self or cross or all, not 'selff'; nearest: self"),
@@ -123,7 +125,7 @@ WORDS: dict[str, list[str]] = {
     "blockdance": ["boundary=0.5", "group=3"],
     "pab": ["interval=3", "kinds=self"],
     "cubic": ["warmup=2", "static=0.4", "medium=0.7", "static_interval=5", "medium_interval=2", "region=2"],
-    "taylorseer": ["interval=3", "order=2", "on=feature"],
+    "taylorseer": ["interval=3", "order=2", "of=feature"],
     "planned": ["budget=0.5", "guard=1"],
 }
 

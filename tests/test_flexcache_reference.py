@@ -25,7 +25,7 @@ from chitu_diffusion import (
     TeaCache,
     patch,
 )
-from chitu_diffusion.flexcache.schedule import growing, stretched, uniform
+from chitu_diffusion.flexcache.schedule import growing, ramped, stretched, uniform
 from chitu_hooks import RefusedError
 
 pytestmark = pytest.mark.filterwarnings("ignore::chitu_hooks.ChituWarning")
@@ -125,10 +125,10 @@ def test_fbcache(name: str, threshold: float) -> None:
     assert torch.equal(result, expected)
 
 
-@pytest.mark.parametrize("order", [0, 1, 2, 3])
+@pytest.mark.parametrize(("order", "damping"), [(0, 1.0), (1, 1.0), (2, 1.0), (3, 1.0), (1, 0.5), (2, 0.5), (1, 0.0)])
 @pytest.mark.parametrize("name", ["wan", "ltx"])
-def test_taylorseer(name: str, order: int) -> None:
-    """Finite differences of the residual, as the paper writes them."""
+def test_taylorseer(name: str, order: int, damping: float) -> None:
+    """Finite differences of the residual, as the paper writes them; damped, only a part of the way."""
 
     def algorithm(m: dict[str, Any], position: int, compute: Any, args: Any, kwargs: Any) -> Any:
         x = image(args, kwargs).clone()
@@ -141,12 +141,12 @@ def test_taylorseer(name: str, order: int) -> None:
             return result
         k, value = position - m["at"], m["d"][0]
         for q, change in enumerate(m["d"][1:], 1):
-            value = torch.add(value, change, alpha=k**q / [1, 1, 2, 6][q])
+            value = torch.add(value, change, alpha=(damping * k) ** q / [1, 1, 2, 6][q])
         return x + value
 
     expected = reference(name, algorithm, PATHS[name])
     pipe, log = build(name, 4), Log()
-    with patch(pipe, cache=TaylorSeer(interval=3, order=order), features=(log,)):
+    with patch(pipe, cache=TaylorSeer(interval=3, ramp=False, order=order, damping=damping), features=(log,)):
         result = run(name, pipe, STEPS)
     assert log.computed() == [0, 1, 2, 5, 8]
     assert torch.equal(result, expected)
@@ -164,7 +164,7 @@ def test_taylorseer_on_the_last_feature(name: str) -> None:
 
     expected = reference(name, algorithm, PATHS[name])
     pipe = build(name, 4)
-    with patch(pipe, cache=TaylorSeer(interval=3, order=1, on="feature")) as handle:
+    with patch(pipe, cache=TaylorSeer(interval=3, ramp=False, order=1, damping=1.0, of="feature")) as handle:
         result = run(name, pipe, STEPS)
         assert handle.report().features[0]["hits"] == 5 * ALL[name].branches
     assert torch.equal(result, expected)
@@ -178,7 +178,8 @@ def test_forecasting_block_by_block_is_forecasting_their_sum() -> None:
     assert torch.allclose((steps[2] + 2 * slope).sum(0), steps[2].sum(0) + 2 * slope.sum(0), atol=1e-6)
 
 
-def test_static_linear() -> None:
+@pytest.mark.parametrize(("forecast", "rise"), [("linear", 1.0), ("damped", 0.5)])
+def test_static_forecasts(forecast: str, rise: float) -> None:
     computed = (0, 1, 3, 6)
 
     def algorithm(m: dict[str, Any], position: int, compute: Any, args: Any, kwargs: Any) -> Any:
@@ -189,10 +190,10 @@ def test_static_linear() -> None:
             m["slope"] = (residual - m["r"]) * (1 / (position - m["at"])) if m else 0 * residual
             m.update(r=residual, at=position)
             return result
-        return x + torch.add(m["r"], m["slope"], alpha=position - m["at"])
+        return x + torch.add(m["r"], m["slope"], alpha=rise * (position - m["at"]))
 
     expected = reference("wan", algorithm, "blocks")
-    with patch(build("wan", 4), cache=Static(steps=computed, forecast="linear")) as handle:
+    with patch(build("wan", 4), cache=Static(steps=computed, forecast=forecast)) as handle:
         assert torch.equal(run("wan", handle.pipe, STEPS), expected)
 
 
@@ -429,6 +430,19 @@ def test_magcache(name: str, threshold: float, most: int) -> None:
     assert log.computed() == computed and 1 < len(computed) < STEPS
     with patch(pipe, cache=Static(steps=tuple(computed))):
         assert torch.equal(run(name, pipe, STEPS), result)
+
+
+def test_gaps_of_taylorseer_grow_to_the_interval() -> None:
+    for warmup, interval in ((1, 1), (2, 2), (4, 3), (3, 5), (1, 8)):
+        computed, gap = list(range(warmup)), min(2, interval)
+        while computed[-1] + gap < 60:
+            computed.append(computed[-1] + gap)
+            gap = min(gap + 1, interval)
+        assert [i for i in range(60) if i < warmup or ramped(i, warmup, interval)] == computed
+    pipe, log = build("wan"), Log()
+    with patch(pipe, cache=TaylorSeer(warmup=2, interval=3), features=(log,)):
+        run("wan", pipe, STEPS)
+    assert log.computed() == [0, 1, 3, 6, 9]
 
 
 def test_schedules() -> None:

@@ -57,6 +57,10 @@ BAD: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: flux_map(exit="norm_outs"),
         ("'flux'", "'norm_outs'", "nearest: ", "norm_out"),
     ),
+    "wrong exit role": (
+        lambda: flux_map(exit="norm_out", exit_role="picture"),
+        ("'flux'", "exit_role", "'picture'", "known: image, joint"),
+    ),
     "wrong trunk argument": (
         lambda: flux_map(trunk_arguments=("controlnet_blocks",)),
         ("transformer.forward", "'controlnet_blocks'", "nearest: ", "controlnet_block_samples"),
@@ -164,6 +168,10 @@ FILES = {
     "with something else": ("HOOK_MAP = {'name': 'flux'}\n", "no HOOK_MAP of type chitu_hooks.HookMap"),
     "that raises": ("1 / 0\n", "does not run: ZeroDivisionError"),
     "with a syntax error": ("def\n", "does not run: SyntaxError"),
+    "with a field that there is not": (
+        "from chitu_hooks import HookMap\nHOOK_MAP = HookMap(name='flux', pipelines=('FluxPipeline',), condition=('a',))\n",
+        "unexpected keyword argument 'condition'; nearest: conditioning",
+    ),
     "that exits": ("raise SystemExit(3)\n", "does not run: SystemExit"),
 }
 

@@ -28,6 +28,10 @@ def test_inferred_stacks_are_those_read_from_the_model(name: str) -> None:
         assert len(calls) == 2 * ALL[name].branches, "inference costs no extra call"
         assert {stack.path: stack.returns for stack in handle.sites.stacks} == STACKS[name]
         assert not handle.report().notes
+        open_lines = handle.report().not_inferred
+        assert open_lines[0].endswith('guidance="batched" or guidance="sequential"')
+        trunk = {stack.path for stack in handle.sites.stacks if not stack.refiner}
+        assert {path for path in STACKS[name] if any(f'Stack("{path}", …' in line for line in open_lines)} == trunk
 
 
 @pytest.mark.parametrize("name", STACKS)
@@ -71,7 +75,10 @@ def test_a_stack_that_stays_unknown_is_left_alone(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(infer, "snapshot", copies.append)
         pipe(2)
         assert copies == []
-        assert "transformer.vace_blocks: streams not known, its blocks are always run" in handle.report().notes
+        told = handle.report().notes[-1]
+        assert told.startswith(
+            "transformer.vace_blocks: streams not known, its blocks are always run; write them: Stack("
+        )
 
 
 def test_denoisers_are_all_found() -> None:

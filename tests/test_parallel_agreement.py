@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +15,11 @@ from ranks import on_ranks
 from tiny import build, call_arguments, noise, run
 
 from chitu_diffusion import FBCache, Parallel, patch
+from chitu_diffusion.adapters import registry
 from chitu_diffusion.attention import choice
 from chitu_diffusion.attention.fastest import Row
 from chitu_diffusion.flexcache import make_strategy
+from chitu_diffusion.parallel.choose import auto_parallel
 from chitu_diffusion.parallel.environment import in_turn
 from chitu_hooks import GenerationError, PatchError, RefusedError
 
@@ -293,6 +296,7 @@ def four(rank: int) -> dict[str, Any]:
     with patch(pipe, parallel=Parallel(ulysses=2)) as handle:
         got = [run("flux", pipe, 2, seed=pair + 10 * number) for number in range(1 + pair)]
         spread = handle.report().features[-1]["calls spread"]
+    chosen = several_machines()
     group = dist.new_group([0, 2]), dist.new_group([1, 3])
     with patch(pipe, parallel=Parallel(gather=2, group=group[rank % 2])) as handle:
         across = run("flux", pipe, 2, seed=rank % 2)
@@ -303,7 +307,20 @@ def four(rank: int) -> dict[str, Any]:
         "ranks": ranks,
         "across": float((across - run("flux", pipe, 2, seed=rank % 2)).abs().max()),
         "world": dist.get_world_size() == before,
+        "chosen": chosen,
     }
+
+
+def several_machines() -> list[str]:
+    """What `auto` chooses for a model of four heads without guidance, on one machine and on two."""
+    pipe = build("sd3")
+    hook_map = dataclasses.replace(next(found for found in registry() if found.name == "sd3"), guidance="embedded")
+    chosen = []
+    for here in ("4", "2"):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("LOCAL_WORLD_SIZE", here)
+            chosen.append(str(auto_parallel(pipe, hook_map)))
+    return chosen
 
 
 def test_pairs_are_independent_and_groups_of_others_stay() -> None:
@@ -311,6 +328,7 @@ def test_pairs_are_independent_and_groups_of_others_stay() -> None:
         assert found["spread"] > 0 and found["difference"] < 1e-5
         assert found["ranks"] == [rank % 2, rank % 2 + 2] and found["across"] < 1e-5
         assert found["world"]
+        assert found["chosen"] == ["ulysses 4", "ulysses 2 × gather 2"], "Ulysses stays within a machine"
 
 
 def test_without_a_process_group_the_way_to_start_is_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from caches import ACTS, REFUSED, STEPS, Log, fitting, ready
 from diffusers import Lumina2Pipeline
 from probes import difference
-from ranks import on_ranks
+from ranks import divided, on_ranks
 from tiny import build, run
 
 from chitu_diffusion import EasyCache, FBCache, MeanCache, Parallel, patch
@@ -18,52 +19,65 @@ from chitu_hooks import ChituWarning
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-NAMES = ("flux", "sd3", "wan")
-MODES = ({"ulysses": 2}, {"gather": 2}, {"cfg": 2})
+MODES = {
+    "flux": ({"ulysses": 2}, {"gather": 2}, {"cfg": 2}),
+    "sd3": ({"ulysses": 2}, {"cfg": 2}),
+    "wan": ({"gather": 2}, {"cfg": 2}),
+}
 WHOLE = {key: params for key, params in ACTS.items() if key not in REFUSED}
 """Caches that leave no tokens out; the others refuse ranks."""
-THRESHOLDS = tuple(round(0.05 * number, 2) for number in range(1, 13))
+CASES = [(name, key, str(mode)) for name, modes in MODES.items() for key in WHOLE for mode in modes]
+THRESHOLDS = tuple(round(0.075 * number, 3) for number in range(1, 9))
 
 SWEEPS = [("flux", {"gather": 2}, FBCache), ("sd3", {"cfg": 2}, FBCache), ("sd3", {"cfg": 2}, EasyCache)]
 
 
 def work(rank: int) -> dict[Any, Any]:
+    pipes = {name: build(name, 3) for name in MODES}
+    alone = divided(
+        {(name, key): functools.partial(cached, name, pipes[name], key) for name in MODES for key in (None, *WHOLE)}
+    )
     found: dict[Any, Any] = {}
-    for name in NAMES:
-        pipe = build(name, 3)
-        full = run(name, pipe, STEPS, length=7)
-        for key, params in WHOLE.items():
-            params = ready(pipe, fitting(name, params, 3))
-            with patch(pipe, cache=params) as handle:
-                alone = run(name, pipe, STEPS, length=7)
-                found[name, key, "flops"] = flops(handle)
-            for mode in MODES:
-                log = Log()
-                with patch(pipe, cache=params, parallel=Parallel(**mode), features=(log,)) as handle:
-                    got = run(name, pipe, STEPS, length=7)
-                    found[name, key, str(mode), "flops"] = flops(handle)
-                found[name, key, str(mode)] = difference(got, alone), difference(full, alone), log.hits
+    for name, modes in MODES.items():
+        full, _, _ = alone[name, None]
+        for key in WHOLE:
+            expected, found[name, key, "flops"], _ = alone[name, key]
+            for mode in modes:
+                got, found[name, key, str(mode), "flops"], hits = cached(name, pipes[name], key, Parallel(**mode))
+                found[name, key, str(mode)] = difference(got, expected), difference(full, expected), hits
     for name, mode, strategy in SWEEPS:
-        found[name, str(mode), strategy] = sweep(name, mode, strategy)
+        found[name, str(mode), strategy] = sweep(name, pipes[name], mode, strategy)
     found["idle"] = idle()
     found |= changing_guidance()
     return found
+
+
+def cached(name: str, pipe: Any, key: str | None, parallel: Parallel | None = None) -> Any:
+    """Latents, FLOPs and hits of one run with the cache `key`."""
+    if key is None:
+        return run(name, pipe, STEPS, length=7), None, 0
+    log = Log()
+    with patch(pipe, cache=ready(pipe, fitting(name, WHOLE[key], 3)), parallel=parallel, features=(log,)) as handle:
+        return run(name, pipe, STEPS, length=7), flops(handle), log.hits
 
 
 def flops(handle: Any) -> dict[str, int]:
     return next(feature["flops"] for feature in handle.report().features if "flops" in feature)
 
 
-def sweep(name: str, mode: dict[str, int], strategy: type[Any]) -> list[tuple[float, list[int], list[int]]]:
+def sweep(name: str, pipe: Any, mode: dict[str, int], strategy: type[Any]) -> list[tuple[float, list[int], list[int]]]:
     """For each threshold: how far off the picture is, and the positions that are computed alone and on this rank."""
-    pipe, found = build(name, 3), []
-    for threshold in THRESHOLDS:
-        here, there = Log(), Log()
-        with patch(pipe, cache=strategy(threshold=threshold), features=(here,)):
-            alone = run(name, pipe, STEPS, length=7)
-        with patch(pipe, cache=strategy(threshold=threshold), parallel=Parallel(**mode), features=(there,)):
-            got = run(name, pipe, STEPS, length=7)
-        found.append((difference(got, alone), here.computed(), there.computed()))
+
+    def drawn(threshold: float, parallel: Parallel | None = None) -> Any:
+        log = Log()
+        with patch(pipe, cache=strategy(threshold=threshold), parallel=parallel, features=(log,)):
+            return run(name, pipe, STEPS, length=7), log.computed()
+
+    alone = divided({threshold: functools.partial(drawn, threshold) for threshold in THRESHOLDS})
+    found = []
+    for threshold, (expected, computed) in sorted(alone.items()):
+        got, here = drawn(threshold, Parallel(**mode))
+        found.append((difference(got, expected), computed, here))
     return found
 
 
@@ -109,17 +123,20 @@ CHANGING = ("static", "fbcache", "easycache", "meancache", "meancache window", "
 MORE = ACTS | {"meancache window": MeanCache(steps=(0, 1, 2, 3, 6), window=2)}
 
 
-def changing_guidance(cfg: int = 2) -> dict[Any, Any]:
+def changing_guidance() -> dict[Any, Any]:
     pipe, found = Changing(**build("lumina2", 3).components), {}
-    for way, steps in WAYS.items():
-        for key in CHANGING:
-            log = Log()
-            with patch(pipe, cache=MORE[key]):
-                alone = pipe(steps)
-            with patch(pipe, cache=MORE[key], parallel=Parallel(cfg=cfg), features=(log,)) as handle:
-                got = pipe(steps)
-                left = sum(calls.get("elsewhere", 0) for calls in handle.report().branches.values())
-            found[way, key] = difference(got, alone), log.hits, left
+
+    def alone(way: str, key: str) -> torch.Tensor:
+        with patch(pipe, cache=MORE[key]):
+            return pipe(WAYS[way])
+
+    expected = divided({(way, key): functools.partial(alone, way, key) for way in WAYS for key in CHANGING})
+    for way, key in expected:
+        log = Log()
+        with patch(pipe, cache=MORE[key], parallel=Parallel(cfg=2), features=(log,)) as handle:
+            got = pipe(WAYS[way])
+            left = sum(calls.get("elsewhere", 0) for calls in handle.report().branches.values())
+        found[way, key] = difference(got, expected[way, key]), log.hits, left
     return found
 
 
@@ -128,9 +145,7 @@ def found() -> list[dict[Any, Any]]:
     return on_ranks(work, 2, timeout=60)
 
 
-@pytest.mark.parametrize("mode", [str(mode) for mode in MODES])
-@pytest.mark.parametrize("key", WHOLE)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "key", "mode"), CASES)
 def test_a_cache_gives_what_it_gives_alone(found: list[dict[Any, Any]], name: str, key: str, mode: str) -> None:
     for rank in found:
         far, effect, hits = rank[name, key, mode]
@@ -140,14 +155,14 @@ def test_a_cache_gives_what_it_gives_alone(found: list[dict[Any, Any]], name: st
 
 
 @pytest.mark.parametrize("key", WHOLE)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODES)
 def test_flops_are_of_whole_calls_and_of_this_ranks_part_of_guidance(
     found: list[dict[Any, Any]], name: str, key: str
 ) -> None:
     alone = found[0][name, key, "flops"]
-    for mode in ("ulysses", "gather"):
-        for rank in found:
-            assert rank[name, key, str({mode: 2}), "flops"] == alone, "the tokens of all ranks are counted"
+    for mode in MODES[name]:
+        for rank in found if "cfg" not in mode else ():
+            assert rank[name, key, str(mode), "flops"] == alone, "the tokens of all ranks are counted"
     parts = [rank[name, key, str({"cfg": 2}), "flops"] for rank in found]
     # The first step of calls one after the other runs on both ranks.
     twice = 0 if name == "sd3" else alone["full"] // STEPS

@@ -22,8 +22,10 @@ COMPILED = [
     ("flux", {"gather": 2}, "compile first"),
     ("qwen", {"ulysses": 2}, "compile first"),
     ("zimage", {"gather": 2}, "patch first"),
+    ("flux", {"ring": 2}, "patch first"),
+    ("wan", {"ring": 2}, "compile first"),
 ]
-CLASSES = {"flux": 2, "qwen": 1, "zimage": 1}
+CLASSES = {"flux": 2, "qwen": 1, "wan": 1, "zimage": 1}
 CACHED = {
     "flux": [{"ulysses": 2}, {"gather": 2}, {"cfg": 2}],
     "sd3": [{"ulysses": 2}, {"gather": 2}, {"cfg": 2}],

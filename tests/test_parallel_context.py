@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from parallel_cases import ODD, Outcome, case, controls, outcomes, variant_outcomes
+from parallel_cases import ODD, Case, Outcome, case, controls, outcomes, variant_outcomes
 from ranks import on_ranks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -46,18 +46,32 @@ REFUSED = {
 }
 
 
-def work(rank: int, cases: Any) -> Any:
-    return outcomes(rank, cases)
+def work(rank: int, cases: list[Case], more: bool) -> Any:
+    """The cases and, where there are `more`, what two ranks do besides: one launch for both."""
+    controlled = controls(rank, FAMILIES, 2) if more else {}
+    variants = variant_outcomes(rank, [{"ulysses": 2}, {"gather": 2}]) if more else {}
+    return outcomes(rank, cases), controlled, variants
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, list[Any]]:
+def launched() -> dict[int, list[Any]]:
+    """Number of ranks -> what `work` returned on each."""
+    return {
+        ranks: on_ranks(work, ranks, cases, ranks == 2, timeout=120)
+        for ranks, cases in ((2, TWO), (4, FOUR), (8, EIGHT))
+    }
+
+
+@pytest.fixture(scope="module")
+def found(launched: dict[int, list[Any]]) -> dict[str, list[Any]]:
     """Case -> outcome on each rank."""
-    results: dict[str, list[Any]] = {}
-    for ranks, cases in ((2, TWO), (4, FOUR), (8, EIGHT)):
-        per_rank = on_ranks(work, ranks, cases, timeout=120)
-        results |= {str(one): [rank[str(one)] for rank in per_rank] for one in cases}
-    return results
+    return {str(one): [rank[0][str(one)] for rank in ranks] for ranks in launched.values() for one in ranks[0][0]}
+
+
+@pytest.fixture(scope="module")
+def further(launched: dict[int, list[Any]]) -> list[Any]:
+    """The controls and the variants, on each of two ranks."""
+    return [rank[1:] for rank in launched[2]]
 
 
 @pytest.mark.parametrize("name", [str(one) for one in (*TWO, *FOUR, *EIGHT) if str(one) not in REFUSED])
@@ -79,15 +93,6 @@ def test_refused_with_numbers(found: dict[str, list[Any]], name: str) -> None:
 def test_text_is_whole_where_there_are_fewer_tokens_than_ranks(found: dict[str, list[Any]]) -> None:
     told = found["flux-gather4-length3"][0].features["context parallel"]["tokens of each rank"]
     assert told == "16 image, 3 text on every rank"
-
-
-def watched(rank: int) -> Any:
-    return controls(rank, FAMILIES, 2), variant_outcomes(rank, [{"ulysses": 2}, {"gather": 2}])
-
-
-@pytest.fixture(scope="module")
-def further() -> list[Any]:
-    return on_ranks(watched, 2, timeout=120)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

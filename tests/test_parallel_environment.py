@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from chitu_diffusion.parallel.environment import World, find_world, first_host
-from chitu_diffusion.parallel.launch import _first_cause
+from chitu_diffusion.parallel.environment import World, find_world, first_host, ranks_here
+from chitu_diffusion.parallel.launch import _first_cause, keep_lost_exits_quiet
 from chitu_hooks import PatchError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29501"}
@@ -67,6 +71,21 @@ def test_first_host(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
 
 
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [
+        ({"LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"SLURM_TASKS_PER_NODE": "8(x2)"}, 8),
+        ({"SLURM_TASKS_PER_NODE": "4"}, 4),
+        ({"SLURM_TASKS_PER_NODE": "16", "SLURM_STEP_TASKS_PER_NODE": "2(x8)"}, 2),
+        ({"SLURM_TASKS_PER_NODE": "8(x2),4"}, None),
+        ({}, None),
+    ],
+)
+def test_ranks_of_a_machine(environment: dict[str, str], ranks: int | None) -> None:
+    assert ranks_here(environment) == ranks
+
+
 def test_no_host() -> None:
     with pytest.raises(PatchError, match="MASTER_ADDR"):
         first_host("")
@@ -104,3 +123,43 @@ def test_what_a_rank_said_last_is_told_if_it_could_not_write_why(tmp_path: Path)
     log.write_text("\n".join(f"line {number}" for number in range(40)))
     told = _first_cause([failure(tmp_path, 1, 3)], tmp_path)
     assert told.message == "rank 1 ended with exit code 3" and told.details.splitlines()[-1] == "line 39"
+
+
+def test_an_exit_that_python_loses_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM may come while a weakref's callback runs, and what its handler raises is dropped there."""
+    told: list[type] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: told.append(lost.exc_type))
+
+    class Loses:
+        def __init__(self, error: BaseException) -> None:
+            self.error = error
+
+        def __del__(self) -> None:
+            raise self.error
+
+    Loses(SystemExit(143))
+    assert told == [SystemExit], "Python tells it"
+    keep_lost_exits_quiet()
+    Loses(SystemExit(143))
+    Loses(KeyboardInterrupt())
+    Loses(ValueError("a bug"))
+    assert told == [SystemExit, ValueError]
+
+
+SCRIPT = Path(__file__).resolve().parent.parent / "ChituBench" / "scripts" / "srun_chitu.sh"
+
+
+def test_the_script_for_slurm_starts_a_process_a_gpu_on_every_node(tmp_path: Path) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    srun.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8"}
+    command = ["bash", str(SCRIPT), "--prompt", "a red apple", "--ulysses", "8"]
+    words = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    options = dict(itertools.pairwise(words))
+    assert (options["--nodes"], options["--ntasks"], options["--ntasks-per-node"]) == ("2", "16", "8")
+    assert "--kill-on-bad-exit=1" in words
+    assert words[words.index("chitu") :] == ["chitu", "run", *command[2:]]
+    del environment["SLURM_JOB_NUM_NODES"]
+    alone = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert alone.returncode != 0 and "start me with sbatch" in alone.stderr

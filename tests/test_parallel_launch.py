@@ -70,26 +70,40 @@ class Running:
         )
 
     def wait_for_ranks(self, count: int) -> None:
-        """Until every rank has patched its pipeline, and a bit more, so that steps run."""
-        until = time.monotonic() + 90
+        """Until every rank has read its hook map, and a bit more, so that steps run."""
+        until = time.monotonic() + 400  # imports alone take a minute where others use the machine too
         while len(self.pids()) < count and time.monotonic() < until and self.process.poll() is None:
             time.sleep(0.1)
         time.sleep(3)
         assert self.process.poll() is None, self.process.communicate()
+        assert len(self.pids()) == count
 
     def pids(self) -> list[int]:
         found = [path for path in self.folder.glob("pid-*") if path.read_text()]
         return [int(path.name.removeprefix("pid-")) for path in found]
 
     def end(self) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=120)
+        out, err = self.process.communicate(timeout=400)
         return self.process.returncode, out, err
 
     def nothing_is_left(self) -> None:
-        for pid in self.pids():
-            with pytest.raises(ProcessLookupError):
-                os.kill(pid, 0)
+        assert not [pid for pid in self.pids() if runs(pid)]
         assert not self.out.exists() and not list(self.folder.glob(".out*"))
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process. One that has ended, and that nobody has asked how, is listed still."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def patience() -> float:
+    """Seconds within which a run ends whose rank has died: 20, and more where others wait for the processors too."""
+    return 20 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def test_two_launches_side_by_side_give_the_picture_of_one_process(model: Path, tmp_path: Path) -> None:
@@ -133,7 +147,7 @@ def test_a_rank_that_dies_ends_the_run(model: Path, tmp_path: Path, how: str, me
     started = time.monotonic()
     found, _, err = running.end()
     if how != "raise":
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < patience()
     assert found == code
     assert len(err.strip().splitlines()) == 1 and message in err, err
     running.nothing_is_left()
@@ -145,7 +159,7 @@ def test_an_interrupt_ends_every_rank(model: Path, tmp_path: Path) -> None:
     started = time.monotonic()
     running.process.send_signal(signal.SIGINT)
     code, _, err = running.end()
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < patience()
     assert code == 130 and err.strip() == "chitu: interrupted; nothing was written"
     running.nothing_is_left()
 

@@ -44,18 +44,32 @@ def test_replay_identity(name: str) -> None:
             assert difference(_sample(other), _sample(one)) <= 1e-6, streams
 
 
-def test_stacks_that_take_turns_are_refused() -> None:
-    """Latte: a spatial block, a temporal block, and so on; skipped one by one they would be off by a third."""
-    pipe = Bare("LatteTransformer3DModel").build()
+@pytest.mark.parametrize("back", [0, 0.65], ids=["all of the trunk", "the front of the trunk"])
+def test_stacks_that_take_turns_are_refused(back: float) -> None:
+    """Latte: a spatial block, a temporal block, and so on; skipped one by one they would be off by a third.
+
+    A front of the trunk would be blocks of the first stack only, since blocks are counted stack after stack.
+    """
+    pipe, cache = Bare("LatteTransformer3DModel").build(), Keep(0)
+    cache.back = back
     before = pipe(3)[0]
     with patch(pipe, [Watch()]):
         assert torch.equal(pipe(3)[0], before), "watching is exact all the same"
-    with (
-        patch(pipe, [Keep(0)]),
-        pytest.raises(RefusedError, match=r"'transformer_blocks' and 'temporal_.*' take turns"),
-    ):
+    with patch(pipe, [cache]), pytest.raises(RefusedError, match=r"'transformer_blocks' and 'temporal_.*' take turns"):
         pipe(3)
     assert torch.equal(pipe(3)[0], before)
+
+
+def test_a_part_of_the_trunk_is_counted_in_blocks_that_can_be_skipped() -> None:
+    """VACE's own blocks cannot: of the 4 others, 0.65 are 3 and 1."""
+    pipe, cache = Bare("WanVACETransformer3DModel").build(), Keep(0, 1, 2)
+    cache.back = 0.65
+    runs = [0] * 4
+    for index, block in enumerate(pipe.transformer.blocks):
+        block.register_forward_pre_hook(lambda *_, index=index: runs.__setitem__(index, runs[index] + 1))
+    with patch(pipe, [cache]):
+        pipe(5)
+    assert runs == [6, 10, 10, 10], "two branches, and two of five steps skip the first block"
 
 
 def _sample(output: Any) -> Any:

@@ -6,31 +6,29 @@ import pytest
 import torch
 from probes import Keep, Watch
 from tiny import build, run
+from variants_more import int8_weights
 
 from chitu_diffusion import Static
 from chitu_diffusion import patch as patch_by_words
 from chitu_hooks import patch
 
-quantization = pytest.importorskip("torchao.quantization")
+pytest.importorskip("torchao.quantization")
 
 
 @pytest.mark.parametrize("order", ["quantise first", "patch first"])
 @pytest.mark.parametrize("name", ["flux", "wan"])
 def test_quantised_weights(name: str, order: str) -> None:
-    def quantise(pipe: object) -> None:
-        quantization.quantize_(pipe.transformer, quantization.Int8WeightOnlyConfig())  # type: ignore[attr-defined]
-
     plain = build(name)
     exact = run(name, plain, 4)
-    quantise(plain)
+    int8_weights(plain)
     expected = run(name, plain, 4)
     assert not torch.equal(exact, expected), "quantising acts"
     pipe, watch, cache = build(name), Watch(), Keep(0, 2)
     if order == "quantise first":
-        quantise(pipe)
+        int8_weights(pipe)
     handle = patch(pipe, [watch])
     if order == "patch first":
-        quantise(pipe)
+        int8_weights(pipe)
     assert torch.equal(run(name, pipe, 4), expected)
     assert watch.counts["attention"] > 0
     handle.undo()

@@ -108,14 +108,14 @@ def flux3_modular() -> Variant:
     return Variant(pipe, call, branches=2)
 
 
-def perturbed(name: str, cls: type, layer: str) -> Callable[[], Variant]:
+def perturbed(name: str, cls: type, layer: str, **given: Any) -> Callable[[], Variant]:
     """Perturbed attention guidance: a third part of the batch, and in one block a processor of two attention calls."""
 
     def make() -> Variant:
         pipe = sibling(cls, build(name), pag_applied_layers=layer)
 
         def call(scale: float = 3.0) -> torch.Tensor:
-            return run(name, pipe, STEPS, pag_scale=scale)
+            return run(name, pipe, STEPS, pag_scale=scale, **given)
 
         return Variant(pipe, call, lambda: call(0.0))
 
@@ -180,6 +180,12 @@ def group_offload(pipe: Any) -> None:
     )
 
 
+def int8_weights(pipe: Any) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(pipe.transformer, Int8WeightOnlyConfig())
+
+
 def fused(pipe: Any) -> None:
     pipe.transformer.fuse_qkv_projections()
 
@@ -191,6 +197,7 @@ CHANGED = {
     "group offload": ("flux", "wan"),
     "dispatched": ("flux", "wan"),
 }
+INT8_WEIGHTS = ("flux, int8 weights", "wan, int8 weights")
 FUSED = ("flux", "qwen", "auraflow", "pixart", "cogvideox", "hunyuan_dit")
 
 FURTHER_VARIANTS: dict[str, Callable[[], Variant]] = {
@@ -198,7 +205,11 @@ FURTHER_VARIANTS: dict[str, Callable[[], Variant]] = {
     **{f"{name}, {change}": changed(name, CHANGES[change]) for change, names in CHANGED.items() for name in names},
     "flux, device map": device_map,
     **{f"{name}, perturbed attention": perturbed(name, *PERTURBED[name]) for name in PERTURBED},
+    "sd3, perturbed attention, img2img": perturbed(
+        "sd3", D.StableDiffusion3PAGImg2ImgPipeline, "blocks.1", image=torch.zeros(1, 3, 16, 16), strength=1.0
+    ),
     **{f"{name}, fused projections": changed(name, fused) for name in FUSED},
+    **{name: changed(name.partition(",")[0], int8_weights) for name in INT8_WEIGHTS},
     "flux 3, modular": flux3_modular,
     "stable diffusion 1.5": unet_pipeline,
     "stable diffusion xl": sdxl,

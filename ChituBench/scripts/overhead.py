@@ -95,6 +95,7 @@ class Bench:
         kind = {"device": parameter.device, "dtype": parameter.dtype}
         self.pipe = pipe
         self.cuda = parameter.is_cuda
+        self.device = parameter.device
         self.call = {
             "prompt_embeds": torch.randn(1, size["tokens"], size["text"], **kind),
             "pooled_prompt_embeds": torch.randn(1, 768, **kind),

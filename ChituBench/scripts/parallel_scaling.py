@@ -1,11 +1,18 @@
 """One picture on several GPUs: milliseconds a step of every mode, ours and diffusers' own, against one GPU in the same run.
 
-    torchrun --standalone --nproc-per-node 2 ChituBench/scripts/parallel_scaling.py --output ChituBench/results/parallel.json
-    torchrun --standalone --nproc-per-node 2 ChituBench/scripts/parallel_scaling.py --size tiny     # a dry run on the CPU
+    torchrun --standalone --nproc-per-node 4 ChituBench/scripts/parallel_scaling.py --size tiny --graphs     # a dry run on the CPU
+    for shape in flux-1024 flux-2048 qwen-1024 wan-480p; do     # ten minutes; a process for each, in case one is lost
+        timeout 170 torchrun --standalone --nproc-per-node 2 ChituBench/scripts/parallel_scaling.py --graphs \\
+            --only $shape --keep --budget-seconds 115; done
 
 Model shapes are the real ones with random weights, bfloat16, compiled by repeated block (speed does not depend on the
-weights). Each mode is first compared with one GPU, then timed, then profiled. One GPU is timed first and last: a drift of the
-clock would show. Results are written as they come.
+weights). Each mode is first compared with one GPU, then timed, then profiled. What is compiled is kept for the modes that
+follow. A row is printed and stored as soon as it is there; a mode that fails, or is refused, is a row that says why.
+
+``--graphs`` adds rows in which the denoiser is one CUDA graph (`step_graphs.py`), and one with the graphs that torch.compile
+makes itself (``mode="reduce-overhead"``). A recording that fails may take NCCL down with it, and the run: what there is, is stored.
+``max-autotune`` is left out: it takes minutes to compile. So is inductor's ``cpp_wrapper``: with torch 2.13 it cannot call the
+functional collectives ("arg type Any is not yet supported by custom_op_wrapper").
 """
 
 from __future__ import annotations
@@ -14,142 +21,32 @@ import argparse
 import contextlib
 import gc
 import itertools
+import json
 import os
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import diffusers as D
 import torch
 import torch.distributed as dist
-from kernel_kinds import by_kind
+from scaling_modes import Mode, many_graphs_a_block, modes, native_parallel
+from scaling_shapes import SHAPES, Shape
+from step_graphs import recorded
+from torch._dynamo.utils import counters
 
 from chitu_diffusion import Parallel, patch
+from chitu_diffusion.bench.kernel_kinds import by_kind
 from chitu_diffusion.bench.timing import Budget, circumstances, store
 
 TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}
 """Largest relative difference (2-norm of the latents after all steps) between a mode and one GPU."""
 
-
-@dataclass(frozen=True)
-class Shape:
-    """What is drawn: how to build the pipeline, and its call."""
-
-    build: Callable[[dict[str, Any]], Any]
-    config: dict[str, Any]
-    call: dict[str, Any]
-    text: tuple[int, int]
-    """Text tokens and their width."""
-    branches: int = 1
-    """Calls of the denoiser a step."""
-
-
-@dataclass
-class Mode:
-    """One row of the table."""
-
-    parallel: dict[str, int] = field(default_factory=dict)
-    """Degrees of ours; empty: no parallelism."""
-    native: dict[str, Any] = field(default_factory=dict)
-    """Arguments of diffusers' `ContextParallelConfig`."""
-    attention: str | None = None
-    backend: str | None = None
-    """Attention backend set in diffusers."""
-    patched: bool = False
-    overlap: bool = False
-    """Let the compiler move exchanges away from where their results are used."""
-    eager: bool = False
-
-
-# -- the shapes --------------------------------------------------------------------------------------------------------
-
-
-def _bare(cls: type, transformer: Any) -> Any:
-    """A pipeline of the transformer and a scheduler; text embeddings are passed in and latents taken out."""
-    names = cls._get_signature_keys(cls)[0]  # type: ignore[attr-defined]
-    parts = dict.fromkeys(names)
-    parts.update(transformer=transformer, scheduler=D.FlowMatchEulerDiscreteScheduler())
-    pipe = cls(**{name: part for name, part in parts.items() if name in names})
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def flux(config: dict[str, Any]) -> Any:
-    return _bare(D.FluxPipeline, D.FluxTransformer2DModel(**config, guidance_embeds=True))
-
-
-def qwen(config: dict[str, Any]) -> Any:
-    return _bare(D.QwenImagePipeline, D.QwenImageTransformer2DModel(**config))
-
-
-def wan(config: dict[str, Any]) -> Any:
-    return _bare(D.WanPipeline, D.WanTransformer3DModel(**config))
-
-
-FLUX: dict[str, Any] = {}
-QWEN: dict[str, Any] = {}
-WAN = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
-SMALL = {"num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2}
-
-SHAPES = {
-    "full": {
-        "flux-1024": Shape(flux, FLUX, {"height": 1024, "width": 1024}, (512, 4096)),
-        "flux-2048": Shape(flux, FLUX, {"height": 2048, "width": 2048}, (512, 4096)),
-        "qwen-1024": Shape(qwen, QWEN, {"height": 1024, "width": 1024, "true_cfg_scale": 4.0}, (128, 3584), 2),
-        "wan-480p": Shape(wan, WAN, {"height": 480, "width": 832, "num_frames": 81}, (512, 4096), 2),
-    },
-    "tiny": {
-        "flux-1024": Shape(
-            flux,
-            {**SMALL, "num_single_layers": 2, "joint_attention_dim": 32, "axes_dims_rope": (4, 6, 6)},
-            {"height": 128, "width": 128},
-            (16, 32),
-        ),
-        "qwen-1024": Shape(
-            qwen,
-            {**SMALL, "joint_attention_dim": 32, "axes_dims_rope": (4, 6, 6)},
-            {"height": 128, "width": 128, "true_cfg_scale": 4.0},
-            (16, 32),
-            2,
-        ),
-        "wan-480p": Shape(
-            wan, {**SMALL, "ffn_dim": 64, "text_dim": 32}, {"height": 64, "width": 64, "num_frames": 5}, (16, 32), 2
-        ),
-    },
-}
-
-
-def modes(ranks: int, branches: int, cuda: bool) -> dict[str, Mode]:
-    """The rows, in the order in which they are run. What cannot be taken off a model again comes last."""
-    auto = "auto" if cuda else None
-    rows = {
-        "one GPU, diffusers": Mode(),
-        "one GPU, diffusers, eager": Mode(eager=True),
-        "one GPU, ours": Mode(patched=True, attention=auto),
-        f"gather {ranks}": Mode({"gather": ranks}, attention=auto),
-        f"ulysses {ranks}": Mode({"ulysses": ranks}, attention=auto),
-        f"gather {ranks}, overlapped": Mode({"gather": ranks}, attention=auto, overlap=True),
-        f"ulysses {ranks}, overlapped": Mode({"ulysses": ranks}, attention=auto, overlap=True),
-    }
-    rows[f"ring {ranks}"] = Mode({"ring": ranks}, attention=auto)
-    if ranks > 2:
-        rows[f"gather 2 × ulysses {ranks // 2}"] = Mode({"gather": 2, "ulysses": ranks // 2}, attention=auto)
-    if branches > 1:
-        rows["cfg 2"] = Mode({"cfg": 2}, attention=auto)
-        if ranks > 2:
-            rows[f"cfg 2 × ulysses {ranks // 2}"] = Mode({"cfg": 2, "ulysses": ranks // 2}, attention=auto)
-            rows[f"cfg 2 × gather {ranks // 2}"] = Mode({"cfg": 2, "gather": ranks // 2}, attention=auto)
-    rows[f"gather {ranks}, eager"] = Mode({"gather": ranks}, attention=auto, eager=True)
-    rows["one GPU, diffusers, again"] = Mode()
-    rows[f"diffusers ulysses {ranks}"] = Mode(native={"ulysses_degree": ranks})
-    if cuda:
-        rows[f"diffusers ulysses {ranks}, cuDNN"] = Mode(native={"ulysses_degree": ranks}, backend="_native_cudnn")
-    return rows
-
+TIMEOUT = timedelta(seconds=120)
+"""After which a rank that waits for another ends the run; what was measured is stored."""
 
 # -- one row -----------------------------------------------------------------------------------------------------------
 
@@ -160,12 +57,14 @@ class Bench:
     Args:
         shape: what to build and call.
         device: of this rank.
-        steps: scheduler steps a call.
+        options: of the command line.
     """
 
-    def __init__(self, shape: Shape, device: torch.device, steps: int) -> None:
-        self.shape, self.device, self.steps = shape, device, steps
+    def __init__(self, shape: Shape, device: torch.device, options: argparse.Namespace) -> None:
+        self.device, self.steps, self.rounds, self.seconds = device, options.steps, options.rounds, options.seconds
+        self.backend = options.backend or ("inductor" if options.size == "full" else "eager")
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        torch._dynamo.reset()
         torch.manual_seed(0)
         torch.set_default_dtype(self.dtype)
         with torch.device(device):
@@ -174,31 +73,21 @@ class Bench:
         self.pipe.transformer.eval()
         self.model = self.pipe.transformer
         self.stock = {block: block._compiled_call_impl for block in self._blocks()}
-        self.arguments = self._arguments()
+        self.arguments = shape.arguments(device, self.dtype, self.steps)
         self.expected: torch.Tensor | None = None
+        self.classes: set[type] = set()
+        """Hooked classes of processors, which are gone with the last handle, and what was compiled for them too."""
 
     def _blocks(self) -> list[torch.nn.Module]:
         repeated = set(getattr(self.model, "_repeated_blocks", ()))
         return [module for module in self.model.modules() if type(module).__name__ in repeated]
 
-    def _arguments(self) -> dict[str, Any]:
-        tokens, width = self.shape.text
-        generator = torch.Generator().manual_seed(1)
-
-        def embeddings() -> torch.Tensor:
-            return torch.randn(1, tokens, width, generator=generator).to(self.device, self.dtype)
-
-        found = {"prompt_embeds": embeddings(), "output_type": "latent", "num_inference_steps": self.steps}
-        if self.shape.build is flux:
-            found["pooled_prompt_embeds"] = torch.randn(1, 768, generator=generator).to(self.device, self.dtype)
-        else:
-            found["negative_prompt_embeds"] = embeddings()
-        return {**found, **self.shape.call}
-
     def call(self, on_step: Callable[[], None] | None = None) -> torch.Tensor:
         """The final latents."""
+        torch.compiler.cudagraph_mark_step_begin()
 
         def callback(*_: Any) -> dict[str, Any]:
+            torch.compiler.cudagraph_mark_step_begin()
             if on_step is not None:
                 on_step()
             return {}
@@ -216,53 +105,65 @@ class Bench:
     @contextlib.contextmanager
     def ready(self, mode: Mode) -> Iterator[dict[str, Any]]:
         """The model compiled and patched for `mode`; what the hooks report comes in the dict afterwards."""
-        torch._dynamo.reset()
-        for block, impl in self.stock.items():
-            block._compiled_call_impl = impl
-        if mode.backend is not None:
-            self.model.set_attention_backend(mode.backend)
-        if mode.native and self.model._parallel_config is None:  # diffusers cannot take it off again
-            self.model.enable_parallelism(config=D.ContextParallelConfig(**mode.native))
         told: dict[str, Any] = {}
-        with overlapping(mode.overlap):
+        with contextlib.ExitStack() as stack:
+            for block, impl in self.stock.items():
+                block._compiled_call_impl = impl
+            stack.enter_context(native_parallel(self.model, mode))
             if not mode.eager:
-                self.model.compile_repeated_blocks(fullgraph=True, dynamic=False)
-            with contextlib.ExitStack() as stack:
-                if mode.parallel or mode.patched:
-                    parallel = Parallel(**mode.parallel) if mode.parallel else None
-                    handle = stack.enter_context(patch(self.pipe, attention=mode.attention, parallel=parallel))
-                    stack.callback(lambda: told.update(handle.report().to_dict()))
-                yield told
+                self.model.compile_repeated_blocks(**mode.compile_arguments(self.backend))
+            graphs = stack.enter_context(recorded(self.model, self.device)) if mode.graphs else None
+            if mode.parallel or mode.patched:
+                parallel = Parallel(**mode.parallel) if mode.parallel else None
+                handle = stack.enter_context(patch(self.pipe, attention=mode.attention, parallel=parallel))
+                self.classes |= {type(m.processor) for m in self.model.modules() if hasattr(m, "processor")}
+                stack.callback(lambda: told.update(features=handle.report().to_dict()["features"]))
+            if graphs is not None:
+                stack.callback(lambda: told.update(replays=graphs.replays))
+            yield told
 
-    def run(self, mode: Mode, rounds: int) -> dict[str, Any]:
+    def run(self, mode: Mode) -> dict[str, Any]:
         """Correctness, then time, then where it goes."""
         row: dict[str, Any] = {}
+        before = counters["stats"]["unique_graphs"]
         with self.ready(mode) as told:
             start = time.perf_counter()
             found = self.call().float()
             self.wait()
             row["compile_s"] = time.perf_counter() - start
+            row["graphs_compiled"] = counters["stats"]["unique_graphs"] - before
             row["relative_difference"] = self._compare(found)
             row["correct"] = row["relative_difference"] < TOLERANCE[self.dtype]
-            laps = [lap for _ in range(rounds) for lap in self._laps()]
-            row["ms"] = statistics.median(laps)
-            row["ms_low"], row["ms_high"], row["samples"] = min(laps), max(laps), len(laps)
-            if self.device.type == "cuda":
-                row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            row["where_ms"] = {}
+            row |= self._time()
             try:
                 row["where_ms"] = self._profile()
             except Exception as error:  # the time is measured already, and worth more than its parts
                 row["profile_failed"] = f"{type(error).__name__}: {error}"[:300]
-        if told:
-            row["features"] = told["features"]
-        return row
+        return row | told
 
     def _compare(self, found: torch.Tensor) -> float:
         if self.expected is None:
             self.expected = found
-        difference = float((found - self.expected).norm() / self.expected.norm())
-        return difference
+        return float((found - self.expected).norm() / self.expected.norm())
+
+    def _time(self) -> dict[str, Any]:
+        """Median and spread of the steps of some calls, milliseconds."""
+        laps: list[float] = []
+        until = time.monotonic() + self.seconds
+        # Python's garbage collector takes tens of milliseconds on one rank, for which the others wait.
+        gc.collect()
+        gc.disable()
+        try:
+            for number in range(self.rounds):
+                if number and not together(time.monotonic() < until):
+                    break
+                laps += self._laps()
+        finally:
+            gc.enable()
+        row = {"ms": statistics.median(laps), "ms_low": min(laps), "ms_high": max(laps), "samples": len(laps)}
+        if self.device.type == "cuda":
+            row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return row
 
     def _laps(self) -> list[float]:
         """Milliseconds of each step but the first two: the first of guidance in parallel runs every branch everywhere."""
@@ -274,8 +175,7 @@ class Bench:
             if cuda:
                 marks[-1].record()
 
-        if dist.is_initialized():
-            dist.barrier()
+        dist.barrier()
         self.call(mark)
         self.wait()
         pairs = list(itertools.pairwise(marks))[1:]
@@ -302,54 +202,51 @@ class Bench:
         return by_kind(profiler.events(), self.steps - 2)
 
 
-@contextlib.contextmanager
-def overlapping(wanted: bool) -> Iterator[None]:
-    """Inductor starts exchanges as early, and waits for them as late, as the data allow."""
-    if not wanted:
-        yield
-        return
-    from torch._inductor import config
-
-    passes = ["raise_comms", "sink_waits"]
-    with config.patch(reorder_for_compute_comm_overlap=True, reorder_for_compute_comm_overlap_passes=passes):
-        yield
-
-
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
 def measure(options: argparse.Namespace, device: torch.device, ranks: int, rank: int) -> None:
-    result: dict[str, Any] = {**circumstances(device), "ranks": ranks, "size": options.size, "shapes": {}}
+    output = options.output or Path(f"outputs/parallel_x{ranks}.json")
+    kept = json.loads(output.read_text())["shapes"] if options.keep and output.is_file() else {}
+    result: dict[str, Any] = {**circumstances(device), "ranks": ranks, "size": options.size, "shapes": kept}
     budget = Budget(options.budget_seconds)
-    shapes = SHAPES[options.size]
-    for name in options.only or shapes:
-        shape = shapes[name]
-        rows: dict[str, Any] = {}
-        result["shapes"][name] = rows
-        bench = Bench(shape, device, options.steps)
-        for title, mode in modes(ranks, shape.branches, device.type == "cuda").items():
-            if options.modes and not any(word in title for word in (*options.modes, "one GPU, diffusers")):
+    names = options.only or list(SHAPES[options.size])
+    for number, name in enumerate(names):
+        shape = SHAPES[options.size][name]
+        rows = result["shapes"][name] = {}
+        share = Budget(budget.left / (len(names) - number))  # a shape leaves what it does not need to those that follow
+        bench = Bench(shape, device, options)
+        for title, mode in modes(ranks, shape.branches, device.type == "cuda", options.graphs).items():
+            if not _wanted(title, options.modes):
                 continue
-            if not together(budget.left > options.reserve_seconds):
-                rows[title] = {"skipped": f"{options.reserve_seconds:.0f} s were not left"}
+            started = time.monotonic()
+            reserve = options.reserve_seconds
+            if not together(share.left > reserve):
+                rows[title] = {"skipped": f"{reserve:.0f} s were not left"}
                 continue
-            rows[title] = attempt(bench, mode, options.rounds)
+            rows[title] = attempt(bench, mode)
+            rows[title]["took_s"] = round(time.monotonic() - started, 1)
             if rank == 0:
                 show(name, title, rows)
-                store(options.output, result)
+                store(output, result)
         del bench
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if rank == 0:
-        store(options.output, result)
-        print(f"stored {options.output}", flush=True)
+        store(output, result)
+        print(f"stored {output}", flush=True)
 
 
-def attempt(bench: Bench, mode: Mode, rounds: int) -> dict[str, Any]:
+def _wanted(title: str, words: list[str] | None) -> bool:
+    """One GPU is always measured: the others are compared with it."""
+    return not words or title in ("one GPU, diffusers", "one GPU, ours") or any(word in title for word in words)
+
+
+def attempt(bench: Bench, mode: Mode) -> dict[str, Any]:
     """The row of `mode`, or why there is none; a mode that fails does not keep the others from being measured."""
     try:
-        return bench.run(mode, rounds)
+        return bench.run(mode)
     except Exception as error:
         traceback.print_exc()
         return {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"}
@@ -370,7 +267,8 @@ def show(shape: str, title: str, rows: dict[str, Any]) -> None:
     singles = [r["ms"] for name, r in rows.items() if name.startswith("one GPU") and "ms" in r]
     print(
         f"{shape:10} {title:32} {row['ms']:9.2f} ms a step  {min(singles) / row['ms']:5.2f}×  off by "
-        f"{row['relative_difference']:.1e}{'' if row['correct'] else ' WRONG'}  {row['where_ms']}",
+        f"{row['relative_difference']:.1e}{'' if row['correct'] else ' WRONG'}  {row.get('where_ms', '')}  "
+        f"compiled {row['graphs_compiled']}, took {row['took_s']} s",
         flush=True,
     )
 
@@ -380,11 +278,17 @@ def main() -> None:
     parser.add_argument("--size", choices=tuple(SHAPES), default="full")
     parser.add_argument("--only", nargs="*", choices=tuple(SHAPES["full"]), help="shapes; all of them if left out")
     parser.add_argument("--modes", nargs="*", help="words in the names of modes; all of them if left out")
-    parser.add_argument("--steps", type=int, default=8, help="scheduler steps a call")
-    parser.add_argument("--rounds", type=int, default=3, help="calls of each mode that steps are taken from")
-    parser.add_argument("--output", type=Path, default=Path("outputs/parallel_scaling.json"))
+    parser.add_argument("--graphs", action="store_true", help="also with the denoiser recorded as a CUDA graph")
+    parser.add_argument(
+        "--backend", help="of torch.compile; inductor if left out, and eager, which only traces, for tiny"
+    )
+    parser.add_argument("--steps", type=int, default=6, help="scheduler steps a call")
+    parser.add_argument("--rounds", type=int, default=4, help="calls of each mode that steps are taken from, at most")
+    parser.add_argument("--seconds", type=float, default=4, help="no further round is begun after them")
+    parser.add_argument("--output", type=Path, help="outputs/parallel_xRANKS.json if left out")
+    parser.add_argument("--keep", action="store_true", help="keep the other shapes that the output file has already")
     parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="leave out what does not fit")
-    parser.add_argument("--reserve-seconds", type=float, default=45, help="what one mode is reckoned to take")
+    parser.add_argument("--reserve-seconds", type=float, default=25, help="what one mode is reckoned to take")
     options = parser.parse_args()
     cuda = torch.cuda.is_available() and options.size == "full"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -392,7 +296,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     else:
         dry_run()
-    dist.init_process_group("nccl" if cuda else "gloo")
+    many_graphs_a_block()
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
     try:
         measure(options, device, dist.get_world_size(), dist.get_rank())
     finally:

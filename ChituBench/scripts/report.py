@@ -1,6 +1,6 @@
-"""Write `ChituBench/result.md` from the stored results: ``python ChituBench/scripts/report.py``.
+"""Write `ChituBench/result.md`, and the headline table of the README, from the stored results: ``python ChituBench/scripts/report.py``.
 
-Every number in the tables and in the text around them is read from `ChituBench/results/`; a test writes the page again and
+Every number in the tables and in the text around them is read from `ChituBench/results/`; a test writes both again and
 finds no difference. After a new run, put its files there and run this.
 """
 
@@ -12,11 +12,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import report_readme
+import report_shapes
+
+from chitu_diffusion.bench import parallel_tables, tables
 from chitu_diffusion.bench.results import summary
-from chitu_diffusion.bench.tables import section
 
 BENCH = Path(__file__).resolve().parent.parent
 PAGE = BENCH / "result.md"
+README = BENCH.parent / "README.md"
 
 
 def page() -> str:
@@ -25,16 +29,32 @@ def page() -> str:
         INTRODUCTION,
         flexcache(),
         overhead(_read("overhead")),
+        skipped_steps(),
         attention(_read("attention")),
-        parallel(_read("parallel")),
+        report_shapes.section(_read("model_shapes") if _there("model_shapes") else None),
+        several_gpus(),
+        parallel_bench(),
         EMBEDDED,
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def readme() -> str:
+    """The README with its headline table."""
+    table = report_readme.headline(report_readme.stored(BENCH / "results", _read))
+    return report_readme.filled(README.read_text(encoding="utf-8"), table)
+
+
 def main() -> None:
     PAGE.write_text(page(), encoding="utf-8")
-    print(PAGE)
+    README.write_text(readme(), encoding="utf-8")
+    if _there("model_shapes"):
+        report_shapes.plot(_read("model_shapes"), BENCH / "plots" / "model_shapes.png")
+    print(PAGE, README, sep="\n")
+
+
+def _there(name: str) -> bool:
+    return (BENCH / "results" / f"{name}.json").is_file()
 
 
 def _read(name: str) -> Any:
@@ -66,7 +86,7 @@ def flexcache() -> str:
         return ""
     parts = ["## Caches", READING]
     parts += [f"![{text}](plots/{name})" for name, text in PLOTS.items() if (BENCH / "plots" / name).is_file()]
-    return "\n\n".join([*parts, section(summary([stored]))])
+    return "\n\n".join([*parts, tables.section(summary([stored]))])
 
 
 READING = """`chitu bench flexcache` ([data](results/flexcache.json)). Each case is compared with the baseline of the same prompt, seed, noise, dtype
@@ -132,6 +152,58 @@ def _low(mode: dict[str, Any]) -> float:
 
 def _high(mode: dict[str, Any]) -> float:
     return max(numbers["ms_high"] for numbers in mode.values() if "ms_high" in numbers)
+
+
+# -- skipped steps -----------------------------------------------------------------------------------------------------
+
+
+def skipped_steps() -> str:
+    """Nothing where no run is stored."""
+    stored = BENCH / "results" / "skipped_step.json"
+    return skipped_step(_read("skipped_step")) if stored.is_file() else ""
+
+
+def skipped_step(data: dict[str, Any]) -> str:
+    """What a skipped step costs with each strategy, and what deciding does."""
+    versions, machine = data["versions"], data["machine"]
+    modes = [mode for mode in ("eager", "compiled") if mode in data]
+    rows = []
+    for name in data[modes[0]]:
+        found = [data[mode][name] for mode in modes]
+        cells = [f"{row['beyond_ms']:.2f}" + (f" + {row['front_ms']:.2f}" if row["front_ms"] else "") for row in found]
+        cells += [f"{row['decision_ms']:.3f}" for row in found]
+        rows.append(f"| `{name}` | {' | '.join(cells)} | {found[0]['reads']} | {found[0]['bytes_held'] / 2**20:.1f} |")
+    names = {"eager": "eager", "compiled": "compiled blocks"}
+    heads = [f"skipped step, ms, {names[mode]}" for mode in modes] + [f"decision, ms, {names[mode]}" for mode in modes]
+    where = FLUX.format(
+        machine=f"One {machine.get('gpu', machine.get('cpu'))}",
+        versions=f"torch {versions['torch']}, diffusers {versions['diffusers']}",
+    )
+    bars = data["bars"]
+    return f"""## What a skipped step costs
+
+{where}
+
+`python ChituBench/scripts/{data["command"]}` ([data](results/skipped_step.json), commit {data["commit"]})
+
+| strategy | {" | ".join(heads)} | reads of the device | held, MiB |
+|{"---|" * (len(heads) + 3)}
+{chr(10).join(rows)}
+
+Asked for: a skipped step within {bars["beyond_ms"]} ms, deciding within {bars["decision_ms"]} ms and {bars["reads"]} read of the device, none \
+where the schedule is known before; {_over(data, modes)}.
+`fbcache` computes the front block in every step, that is its method: *a + b* are the step beyond that block, and the block."""
+
+
+def _over(data: dict[str, Any], modes: list[str]) -> str:
+    over = [
+        f"`{name}` {mode} ({key} {row[key]:.3g})"
+        for mode in modes
+        for name, row in data[mode].items()
+        for key, bar in data["bars"].items()
+        if row[key] > bar
+    ]
+    return f"over that: {', '.join(over)}" if over else "all of them are"
 
 
 # -- attention kernels -------------------------------------------------------------------------------------------------
@@ -238,31 +310,65 @@ def _chosen(mode: dict[str, Any]) -> str:
 
 # -- several GPUs ------------------------------------------------------------------------------------------------------
 
-FLUX_SIZES = {"flux-1024": "1024²", "flux-2048": "2048²"}
+SHAPES = {
+    "flux-1024": "1024²",
+    "flux-2048": "2048²",
+    "qwen-1024": "Qwen-Image shape with guidance, 1024²",
+    "wan-480p": "Wan2.1-1.3B shape with guidance, 480p × 81 frames",
+}
+NUMBERS = {2: "Two", 4: "Four", 8: "Eight"}
+
+
+def several_gpus() -> str:
+    """A section for each number of ranks of which there is a file; the first measurement as long as there is none."""
+    files = sorted((BENCH / "results").glob("parallel_x*.json"))
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return "\n\n".join(parallel({"runs": [run]}) for run in runs) if runs else parallel(_read("parallel"))
+
+
+def parallel_bench() -> str:
+    """What `chitu bench parallel` measured; nothing where no run is stored."""
+    if not _there("parallel_bench"):
+        return ""
+    parts = ["## One process and several", RANKS]
+    parts += [f"![{text}](plots/{name})" for name, text in RANK_PLOTS.items() if (BENCH / "plots" / name).is_file()]
+    return "\n\n".join([*parts, parallel_tables.section(summary([BENCH / "results" / "parallel_bench.json"]))])
+
+
+RANKS = """`chitu bench parallel` ([data](results/parallel_bench.json)). Each mode first had to give the picture of one process (*off by*: 2-norm of the
+last latents, relative, the worst rank); then all took turns. *Speed-up*: of a step, over the fastest single process of the same run, which on
+a CPU has all cores unless its name says otherwise, while each of several processes has its share of them. *Exchange*: the share of denoising
+between the start and the end of some exchange, waiting for the others included, in a profiled call; on a GPU when nothing else ran."""
+RANK_PLOTS = {
+    "parallel_bench_scaling.png": "speed-up of a step by number of processes, with the ideal line",
+    "parallel_bench_stages.png": "seconds of each stage of one picture, for every mode",
+}
 
 
 def parallel(data: dict[str, Any]) -> str:
-    """The FLUX shape on two GPUs, ours and diffusers' own, from runs that followed each other on one machine."""
+    """One picture on several GPUs, ours and diffusers' own, from runs that followed each other on one machine."""
     first = data["runs"][0]
+    ranks = first["ranks"]
+    single = len(data["runs"]) == 1
     parts = []
-    for shape, size in FLUX_SIZES.items():
-        rows = {title: row for run in data["runs"] for title, row in run["shapes"].get(shape, {}).items()}
-        single = min(row["ms"] for title, row in rows.items() if title.startswith("one GPU"))
-        lines = [f"| {size} | ms a step | over the fastest single GPU | collectives | idle |", "|---|---|---|---|---|"]
-        for title, row in sorted(rows.items(), key=lambda item: -item[1]["ms"]):
-            where = row["where_ms"]
-            lines.append(
-                f"| {title} | {row['ms']:.1f} | {single / row['ms']:.2f}× | {where.get('collective', 0):.1f} | {where['idle']:.1f} |"
-            )
-        parts.append("\n".join(lines))
+    for shape, title in SHAPES.items():
+        rows = {name: row for run in data["runs"] for name, row in run["shapes"].get(shape, {}).items()}
+        if any("ms" in row for row in rows.values()):
+            parts.append(_scaling_table(title, rows))
     commands = "\n".join(
-        f"torchrun --standalone --nproc-per-node 2 ChituBench/scripts/{run['command']}" for run in data["runs"]
+        f"torchrun --standalone --nproc-per-node {ranks} ChituBench/scripts/{run['command']}" for run in data["runs"]
     )
-    return f"""## Two GPUs, one picture
+    runs = (
+        f"One run ([data](results/parallel_x{ranks}.json)):"
+        if single
+        else "A first measurement, in two runs a minute apart on one machine ([data](results/parallel.json)):"
+    )
+    shapes = "real shapes" if single else "FLUX.1-dev shape"
+    return f"""## {NUMBERS.get(ranks, ranks)} GPUs, one picture
 
-{first["ranks"]} × {first["machine"]["gpu"]}, bfloat16, FLUX.1-dev shape with random weights, compiled blocks; torch {first["versions"]["torch"]}, \
+{ranks} × {first["machine"]["gpu"]}, bfloat16, {shapes} with random weights, compiled blocks; torch {first["versions"]["torch"]}, \
 diffusers {first["versions"]["diffusers"]}; *ours* with `attention="auto"` (fa3).
-A first measurement, in two runs a minute apart on one machine ([data](results/parallel.json)):
+{runs}
 
 ```
 {commands}
@@ -270,7 +376,31 @@ A first measurement, in two runs a minute apart on one machine ([data](results/p
 
 {(chr(10) * 2).join(parts)}
 
-Every mode gave the picture of one GPU within 0.4 % (2-norm of the latents, bfloat16). *Collectives* and *idle* are milliseconds of
+{_scaling_text(data, single)}"""
+
+
+def _scaling_table(title: str, rows: dict[str, Any]) -> str:
+    timed = {name: row for name, row in rows.items() if "ms" in row}
+    single = min(row["ms"] for name, row in timed.items() if name.startswith("one GPU"))
+    lines = [f"| {title} | ms a step | over the fastest single GPU | collectives | idle |", "|---|---|---|---|---|"]
+    for name, row in sorted(timed.items(), key=lambda item: -item[1]["ms"]):
+        where = row.get("where_ms") or {}
+        wrong = "" if row["correct"] else " (another picture)"
+        lines.append(
+            f"| {name}{wrong} | {row['ms']:.1f} | {single / row['ms']:.2f}× | {where.get('collective', 0):.1f} | {where.get('idle', 0):.1f} |"
+        )
+    missing = [f"{name} ({row.get('failed') or row['skipped']})" for name, row in rows.items() if "ms" not in row]
+    return "\n".join(lines) + (f"\n\nWithout a number: {'; '.join(missing)}." if missing else "")
+
+
+def _scaling_text(data: dict[str, Any], single: bool) -> str:
+    rows = [row for run in data["runs"] for shape in run["shapes"].values() for row in shape.values() if "ms" in row]
+    far = max(row["relative_difference"] for row in rows if row["correct"])
+    if single:
+        return f"""The modes gave the picture of one GPU within {100 * far:.1g} % (2-norm of the latents, bfloat16). *Collectives* and *idle* are
+milliseconds of a step in which the GPU exchanged, or did nothing. *Graphs*: the denoiser recorded as one CUDA graph;
+*overlapped*: inductor moves the exchanges."""
+    return f"""Every mode gave the picture of one GPU within {100 * far + 0.05:.1f} % (2-norm of the latents, bfloat16). *Collectives* and *idle* are milliseconds of
 a step in which the GPU exchanged, or did nothing: at 1024² the host is what is waited for. Letting inductor move the exchanges
 (*overlapped*) made steps slower."""
 

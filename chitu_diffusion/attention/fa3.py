@@ -55,23 +55,29 @@ class FlashAttention3(Kernel):
     def run(
         self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, mask: Tensor | None, causal: bool, scale: float | None
     ) -> Tensor:
-        q, k, v = (aligned(t) for t in (q_BSHD, k_BTGD, v_BTGD))
-        if scale is None:
-            scale = q.shape[-1] ** -0.5
-        if self.operator is not None and self.traceable is not None:
-            # One split, as the wrapper has it: the result then does not depend on the number of multiprocessors.
-            if torch.compiler.is_compiling():
-                return self.traceable(q, k, v, softmax_scale=scale, causal=causal, num_splits=1)[0]
-            return self.operator(q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1)[0]
-        out = self.attend(q, k, v, softmax_scale=scale, causal=causal)
-        return out[0] if isinstance(out, tuple) else out
+        if self.operator is None:
+            q, k, v = (aligned(t) for t in (q_BSHD, k_BTGD, v_BTGD))
+            out = self.attend(q, k, v, softmax_scale=scale, causal=causal)
+            return out[0] if isinstance(out, tuple) else out
+        return self._run(q_BSHD, k_BTGD, v_BTGD, causal, scale)[0]
 
     def run_with_lse(
         self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, scale: float | None
     ) -> tuple[Tensor, Tensor]:
+        return self._run(q_BSHD, k_BTGD, v_BTGD, False, scale)
+
+    def _run(
+        self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, causal: bool, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
         q, k, v = (aligned(t) for t in (q_BSHD, k_BTGD, v_BTGD))
-        out, lse = self.attend(q, k, v, softmax_scale=scale, return_attn_probs=True)[:2]
-        return out, lse
+        if scale is None:
+            scale = q.shape[-1] ** -0.5
+        if self.operator is None or self.traceable is None:
+            return self.attend(q, k, v, softmax_scale=scale, causal=causal, return_attn_probs=True)[:2]
+        # One split, as the wrapper has it: the result then does not depend on the number of multiprocessors.
+        if torch.compiler.is_compiling():
+            return self.traceable(q, k, v, softmax_scale=scale, causal=causal, num_splits=1)[:2]
+        return self.operator(q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1)[:2]
 
 
 def _module() -> str | None:

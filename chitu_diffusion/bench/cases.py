@@ -109,6 +109,11 @@ def _entry(where: str, entry: Any, steps: list[int]) -> Iterator[Case]:
     for name, value in (("params", params), ("vary", vary)):
         if not isinstance(value, dict):
             raise BenchError(f"{where}: {name} is a mapping, not {value!r}")
+        for key in value:
+            if not isinstance(key, str):
+                raise BenchError(
+                    f"{where}: {name} names parameters, and YAML reads {key!r} as a {type(key).__name__}; quote it"
+                )
     for key, values in vary.items():
         if not isinstance(values, list) or not values or key in params:
             raise BenchError(f"{where}: vary {key} is a list of values for a parameter that params does not have")

@@ -18,6 +18,12 @@ def data_folder() -> Path:
     return shipped if shipped.is_dir() else package.parent / "ChituBench"
 
 
+def prompts_file(name: str) -> str:
+    """The path of a list of prompts: `name` itself, unless there is no such file and a shipped list is called so."""
+    shipped = data_folder() / "prompts" / f"{name}.txt"
+    return name if Path(name).is_file() or not shipped.is_file() else str(shipped)
+
+
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     """Let `write` fill a file beside `path`, and move it there when it is whole.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from .attention_plot import OKABE_ITO
 from .files import write_whole
-from .kinds import PEERS
+from .kinds import OURS, PEERS
 from .tables import complete, groups, pareto, psnr_of, speedup_of, title
 
 MARKERS = "osD^vP*X<>hp"
@@ -70,7 +70,7 @@ def _styles(families: Sequence[str], kinds: dict[str, str]) -> dict[str, dict[st
     styles = {}
     for number, family in enumerate(families):
         kind = kinds[family]
-        maker = "peer" if kind in PEERS else "own" if kind == "chitu" else "free"
+        maker = "peer" if kind in PEERS else "own" if kind in OURS else "free"
         colours = [colour for colour in OKABE_ITO if colour != "#F0E442"]  # yellow is lost on white
         styles[family] = {
             "color": "#444444" if maker == "free" else colours[number % len(colours)],

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+import torch
+
 from chitu_diffusion import patch
+from chitu_diffusion.attention import make_attention
 from chitu_diffusion.flexcache import make_params, make_strategy
 from chitu_diffusion.flexcache.schedule import growing, uniform
 from chitu_hooks import Handle, HookMap
@@ -99,6 +102,24 @@ class Chitu(Kind):
         }
         with patch(setting.pipe, cache=make_params(case.use, params), hook_map=setting.hook_map) as handle:
             yield handle
+
+
+class Attention(Kind):
+    """An attention kernel of ours by name, or `auto`; the pipeline computes every step."""
+
+    def check(self, case: Case) -> None:
+        _only_kernel(case)
+
+    @contextlib.contextmanager
+    def on(self, setting: Setting, case: Case) -> Iterator[Handle]:
+        with patch(setting.pipe, attention=case.use, hook_map=setting.hook_map) as handle:
+            yield handle
+
+
+def _only_kernel(case: Case) -> None:
+    if not case.use or case.params:
+        raise BenchError(f"{case.kind}: use names a kernel, and there are no params")
+    make_attention(case.use)
 
 
 class FewerSteps(Kind):
@@ -202,6 +223,8 @@ class Diffusers(Kind):
         for name, value in params.items():
             if isinstance(value, list) and name.endswith("_range"):
                 params[name] = tuple(value)
+            if name.endswith("_dtype"):
+                params[name] = getattr(torch, str(value))
         config = self._config_class(case, set(params))(**params)
         with patch(pipe, hook_map=setting.hook_map) as handle:
             denoisers = [site.inner for site in handle.sites.denoisers]
@@ -224,7 +247,10 @@ def _ratios(path: str) -> list[float]:
 
 
 class CacheDit(Kind):
-    """cache-dit: https://github.com/vipshop/cache-dit. `taylorseer_order` adds its TaylorSeer calibrator."""
+    """cache-dit: https://github.com/vipshop/cache-dit.
+
+    `taylorseer_order` adds its TaylorSeer calibrator; a `steps_computation_mask` may be the name of one of its presets.
+    """
 
     package = "cache-dit"
 
@@ -242,6 +268,10 @@ class CacheDit(Kind):
     def on(self, setting: Setting, case: Case) -> Iterator[Handle]:
         cache_dit, pipe, params = _quiet_import("cache_dit"), setting.pipe, dict(case.params)
         order = params.pop("taylorseer_order", None)
+        if isinstance(params.get("steps_computation_mask"), str):
+            params["steps_computation_mask"] = cache_dit.steps_mask(
+                mask_policy=params["steps_computation_mask"], total_steps=case.steps
+            )
         calibrator = cache_dit.TaylorSeerCalibratorConfig(taylorseer_order=order) if order else None
         with patch(pipe, hook_map=setting.hook_map) as handle:
             owners = [pipe, *(site.inner for site in handle.sites.denoisers)]
@@ -278,12 +308,16 @@ def _fields(what: str, cls: Any, given: set[str]) -> None:
 KINDS: dict[str, Kind] = {
     "baseline": Baseline(),
     "chitu": Chitu(),
+    "attention": Attention(),
     "fewer steps": FewerSteps(),
     "coarser grid": CoarserGrid(),
     "diffusers": Diffusers(),
     "cache-dit": CacheDit(),
 }
 """Name in a case file -> what puts it on."""
+
+OURS = {"chitu": "flexcache", "attention": "attention"}
+"""Kinds that are our work, and the package of ours that it is in."""
 
 PEERS = ("diffusers", "cache-dit")
 """Kinds that are other people's work."""

@@ -44,13 +44,14 @@ class Lab:
     Args:
         task: model, size, guidance and so on; its steps and prompts are those of the cases and items.
         folder: where constants are kept that were measured on this model.
+        place: number of this process on its machine, where several work together: that of its GPU.
     """
 
-    def __init__(self, task: DiffusionTask, folder: Path) -> None:
+    def __init__(self, task: DiffusionTask, folder: Path, place: int | None = None) -> None:
         self.task = task
         self.folder = folder
         self.source = model_source(task.model)
-        self.device = pick_device(task.device, task.require_gpu)
+        self.device = pick_device(task.device, task.require_gpu, place)
         self.dtype = pick_dtype(task.dtype, self.device)
         self.hook_map = load_hook_map(task.hook_map) if task.hook_map is not None else None
         self.maker = OURS
@@ -58,7 +59,7 @@ class Lab:
         self.watcher = Watcher()
         self._synchronize = synchronizer(torch.device(self.device))
 
-    def plan(self, steps: int) -> CallPlan:
+    def plan(self, steps: int | None) -> CallPlan:
         """The arguments of a call of so many steps; raises `RequestError` for what the pipeline cannot do."""
         return plan_call(self.pipe, dataclasses.replace(self.task, steps=steps), read_pictures(self.task))
 
@@ -78,12 +79,16 @@ class Lab:
         """Have a pipeline that only cases of the same maker, and baselines for them, have touched."""
         maker = case.kind if case.kind in PEERS else OURS
         if maker != self.maker:
-            del self.pipe  # before the other one is loaded: a large model fits only once
-            gc.collect()
-            if torch.device(self.device).type == "cuda":
-                torch.cuda.empty_cache()
-            self.pipe = load_pipeline(self.source, dtype=self.dtype, device=self.device)
+            self.renew()
             self.maker = maker
+
+    def renew(self) -> None:
+        """Load the pipeline anew, and let the former one go before: a large model fits only once."""
+        del self.pipe
+        gc.collect()
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.empty_cache()
+        self.pipe = load_pipeline(self.source, dtype=self.dtype, device=self.device)
 
     @contextlib.contextmanager
     def on(self, case: Case) -> Iterator[Handle]:
@@ -93,12 +98,12 @@ class Lab:
             yield handle
 
     def draw(
-        self, case: Case, items: Sequence[Item], batch: int, on_step: Callable[[int], None]
+        self, case: Case, items: Sequence[Item], batch: int, on_step: Callable[[int, int], None]
     ) -> tuple[Drawn, dict[str, Any]]:
         """Draw every item, `batch` at a time.
 
         Args:
-            on_step: called after each scheduler step with the number of pictures that it was for.
+            on_step: called after each scheduler step with the first of the pictures that it was for, and how many they are.
 
         Returns:
             The pictures; and what it took: FLOPs a picture, calls by branch and kind a generation, notes.
@@ -109,7 +114,7 @@ class Lab:
         with self.on(case) as handle, self.watcher.at(handle.sites.denoisers), noted() as notes:
             for start in range(0, len(items), batch):
                 part = items[start : start + batch]
-                self.watcher.on_step = functools.partial(on_step, len(part))
+                self.watcher.on_step = functools.partial(on_step, start, len(part))
                 with handle.also(self.watcher):
                     output = self.pipe(**self.arguments(case, part))
                 pictures.append(floats_of(output))

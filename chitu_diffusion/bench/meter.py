@@ -21,6 +21,9 @@ class Meter:
         self.total = max(total, 1)
         self.done = 0
         self.begun = time.monotonic()
+        self.part, self.cases, self.case = "", 0, 0
+        self.what, self.pictures = "", 0
+        self._first, self._step = -1, 0
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -39,9 +42,40 @@ class Meter:
     def __exit__(self, *exception: object) -> None:
         self.bar.stop()
 
-    def at(self, what: str) -> None:
-        """What is being done: a case, and where in it."""
+    def expect(self, total: int) -> None:
+        """All of the work, where it is known later."""
+        self.total = max(total, 1)
+        self.bar.update(self._task, total=self.total)
+
+    def begin(self, part: str, cases: int) -> None:
+        """A part of the bench begins, with so many cases."""
+        self.part, self.cases, self.case = part, cases, 0
+
+    def next(self, what: str, pictures: int = 0) -> None:
+        """The next case."""
+        self.case += 1
+        self.at(f"{self.part}, case {self.case} of {self.cases}: {what}", pictures)
+
+    def at(self, what: str, pictures: int = 0) -> None:
+        """What is being done, and of how many pictures it is."""
+        self.what, self.pictures, self._first = what, pictures, -1
         self.bar.update(self._task, description=what)
+
+    def drew(self, first: int, count: int) -> None:
+        """One more scheduler step of `count` pictures, from number `first`."""
+        self._step = 1 if first != self._first else self._step + 1
+        self._first = first
+        picture = f"{first + 1}" if count == 1 else f"{first + 1}–{first + count}"
+        self.bar.update(
+            self._task, description=f"{self.what} · picture {picture} of {self.pictures} · step {self._step}"
+        )
+        self.advance(count)
+
+    def finished(self, cases: int, each: int) -> None:
+        """Others have finished so many cases of this part, of so much work each."""
+        self.advance((cases - self.case) * each)
+        self.case = cases
+        self.bar.update(self._task, description=f"{self.part}, {cases} of {self.cases} cases")
 
     def advance(self, steps: int) -> None:
         self.done += steps

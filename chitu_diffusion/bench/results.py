@@ -26,7 +26,8 @@ from .files import read_json, write_json, write_whole
 from .quality import Drawn
 
 FORMAT = 1
-KIND = "flexcache"
+KINDS = ("flexcache", "parallel")
+"""What a folder holds results of."""
 
 
 def content_id(content: Any) -> str:
@@ -35,11 +36,11 @@ def content_id(content: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def code_digest() -> str:
-    """Of the engine's and the caches' source: a case of ours is measured again when they change."""
+def code_digest(*packages: str) -> str:
+    """Of the engine's source and that of the named packages of ours: a case is measured again when they change."""
     package = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
-    for folder in (Path(feature.__file__).parent, package / "flexcache"):
+    for folder in (Path(feature.__file__).parent, *(package / name for name in packages)):
         for path in sorted(folder.rglob("*.py")):
             digest.update(path.relative_to(folder.parent).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()[:16]
@@ -61,21 +62,28 @@ def model_digest(folder: Path) -> str:
 class Results:
     """A folder of results of this format.
 
+    Args:
+        kind: one of `KINDS`.
+
     Raises:
         BenchError: `folder` holds something else, results of another format, or cannot be written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kind: str = "flexcache") -> None:
         self.folder = folder
         if folder.exists() and not folder.is_dir():
             raise BenchError(f"--output {str(folder)!r} is a file, not a folder of results")
         marker = folder / "bench.json"
         if marker.exists():
-            check_format(marker)
+            found = check_format(marker)["bench"]
+            if found != kind:
+                raise BenchError(
+                    f"--output {str(folder)!r} holds results of the bench {found!r}; give another for {kind!r}"
+                )
         elif folder.exists() and any(folder.iterdir()):
             raise BenchError(f"--output {str(folder)!r} is no folder of results, and not empty; give another")
         else:
-            write_json(marker, {"format": FORMAT, "bench": KIND})
+            write_json(marker, {"format": FORMAT, "bench": kind})
 
     def case(self, name: str) -> dict[str, Any] | None:
         """The stored record of that id; half a one is none."""
@@ -138,16 +146,27 @@ def check_format(path: Path) -> Any:
     """
     data = read_json(path)
     found = data.get("format") if isinstance(data, dict) else None
-    if found != FORMAT or data.get("bench") != KIND:
+    if found != FORMAT or data.get("bench") not in KINDS:
         raise BenchError(
             f"{str(path)!r} is of another version: it has format {found!r} of {data.get('bench') if found else None!r}, and "
-            f"this version reads format {FORMAT} of {KIND!r}; write to another folder, and nothing in it is touched"
+            f"this version reads format {FORMAT} of {' and '.join(KINDS)}; write to another folder, and nothing in it is touched"
         )
     return data
 
 
+def kind_of(place: Path) -> str:
+    """Of which bench a folder, or a file that `chitu bench collect` wrote, holds results.
+
+    Raises:
+        BenchError: it holds none, or those of another version.
+    """
+    if not place.is_file() and not (place / "bench.json").is_file():
+        raise BenchError(f"{str(place)!r} holds no results of a bench")
+    return check_format(place if place.is_file() else place / "bench.json")["bench"]
+
+
 def summary(places: Iterable[Path]) -> dict[str, Any]:
-    """Results of several folders, or of files that `chitu bench collect` wrote, as one piece of plain data.
+    """Results of several folders, or of files that `chitu bench collect` wrote, as one piece of plain data; all of one bench.
 
     Cases stay with the baseline that they were measured against: runs on different machines, versions, prompts or
     models have different baselines and are never put into one table. Of a case that was measured several times
@@ -158,6 +177,10 @@ def summary(places: Iterable[Path]) -> dict[str, Any]:
     """
     baselines: dict[str, Any] = {}
     cases: dict[str, Any] = {}
+    places = list(places)
+    kinds = {kind_of(place) for place in places}
+    if len(kinds) != 1:
+        raise BenchError(f"results of {' and '.join(sorted(kinds)) or 'no bench'} are not put together")
     for place in places:
         for record in _records(place, "baselines"):
             _keep(baselines, record)
@@ -168,8 +191,8 @@ def summary(places: Iterable[Path]) -> dict[str, Any]:
             raise BenchError(f"case {record['id']} has no baseline {record['baseline']} in what was collected")
     return {
         "format": FORMAT,
-        "bench": KIND,
-        "baselines": sorted(baselines.values(), key=lambda b: (b["time"], b["content"]["steps"], b["id"])),
+        "bench": kinds.pop(),
+        "baselines": sorted(baselines.values(), key=lambda b: (b["content"]["steps"], b["time"], b["id"])),
         "cases": sorted(cases.values(), key=lambda c: (c["baseline"], c["number"], c["id"])),
     }
 
@@ -178,9 +201,6 @@ def _records(place: Path, what: str) -> Iterator[dict[str, Any]]:
     if place.is_file():
         yield from check_format(place)[what]
         return
-    if not (place / "bench.json").is_file():
-        raise BenchError(f"{str(place)!r} holds no results of a bench")
-    check_format(place / "bench.json")
     for path in sorted((place / what).glob("*.json")):
         record = read_json(path)
         quality = record.get("quality")

@@ -73,8 +73,11 @@ def _group(baseline: dict[str, Any], cases: list[dict[str, Any]]) -> str:
 
 def title(baseline: dict[str, Any]) -> str:
     content = baseline["content"]
-    machine = content["machine"].get("gpu") or f"CPU ({content['machine'].get('cpu')})"
-    return f"{content['name']} model, {content['steps']} steps, {machine}"
+    return f"{content['name']} model, {content['steps']} steps, {machine_of(content)}"
+
+
+def machine_of(content: dict[str, Any]) -> str:
+    return content["machine"].get("gpu") or f"CPU ({content['machine'].get('cpu')})"
 
 
 def described(baseline: dict[str, Any]) -> str:

@@ -121,9 +121,16 @@ def circumstances(device: torch.device) -> dict[str, Any]:
         "machine": machine,
         "versions": versions,
         "commit": _commit(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def command() -> str:
+    """What was typed; a rank of ours, and ``python -m``, have the module's path in place of the script's name."""
+    path = Path(sys.argv[0])
+    name = "chitu" if path.parts[-2:] == ("cli", "main.py") else path.name
+    return " ".join([name, *sys.argv[1:]])
 
 
 def _commit() -> str | None:

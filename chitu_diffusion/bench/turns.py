@@ -34,7 +34,8 @@ def take_turns(
         for item in items:
             for number, case in enumerate(cases):
                 times = found[number]
-                meter.at(f"timing {case.label}, {case.steps} steps, {'warm-up' if turn < 0 else f'round {turn + 1}'}")
+                round_ = "warm-up" if turn < 0 else f"round {turn + 1} of {repeats}"
+                meter.at(f"timing, {round_}: {case.label}, {case.steps} steps, {number + 1} of {len(cases)} in turns")
                 if isinstance(times, str):
                     meter.advance(case.steps)
                     continue

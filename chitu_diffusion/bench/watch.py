@@ -83,9 +83,25 @@ class Watcher(Feature):
             for site in denoisers:
                 for path, module in site.inner.named_modules():
                     if not any(module.children()):
-                        hook = module.register_forward_pre_hook(self._passing(path))
-                        hooks.callback(hook.remove)
+                        self._stand_at(module, path, hooks)
             yield self
+
+    def _stand_at(self, module: nn.Module, path: str, hooks: contextlib.ExitStack) -> None:
+        """Count each run of a leaf; diffusers' hooks may leave it out inside its call, so there it is counted further in."""
+        registry = getattr(module, "_diffusers_hook", None)
+        innermost = registry._fn_refs[0] if registry is not None and registry._fn_refs else None
+        if innermost is None:
+            hooks.callback(module.register_forward_pre_hook(self._passing(path)).remove)
+            return
+        name = "forward" if innermost.original_forward is None else "original_forward"
+        original, passing = getattr(innermost, name), self._passing(path)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            passing(module, args)
+            return original(*args, **kwargs)
+
+        setattr(innermost, name, forward)
+        hooks.callback(setattr, innermost, name, original)
 
     def _passing(self, path: str) -> Callable[..., None]:
         def passing(module: nn.Module, args: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .bench_flexcache import collect, flexcache
+from .bench_parallel import parallel
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure on this machine what choices depend on.")
 
@@ -18,6 +19,7 @@ def bench() -> None:
 
 
 bench_app.command()(flexcache)
+bench_app.command()(parallel)
 bench_app.command()(collect)
 
 

@@ -12,7 +12,7 @@ from . import options as o
 from .group import UserError, say
 
 PLAN = "What is measured"
-QUICK_PROMPTS = 4
+QUICK_PROMPTS = 3
 
 
 def _option(panel: str, name: str, text: str, metavar: str | None = None) -> Any:
@@ -25,8 +25,15 @@ def flexcache(
     ] = None,
     prompts: Annotated[
         str | None,
-        _option(PLAN, "--prompts", "UTF-8 file with one prompt a line; 32 shipped ones if left out.", "FILE"),
+        _option(
+            PLAN,
+            "--prompts",
+            "UTF-8 file with one prompt a line, or a shipped list: flexcache, 32 prompts, if left out; of these, tuning "
+            "is the first 8, on which the shipped cases' parameters were set, and test the other 24.",
+            "FILE",
+        ),
     ] = None,
+    limit: Annotated[int | None, _option(PLAN, "--limit", "Only the first N prompts.", "N")] = None,
     seeds: Annotated[
         str, _option(PLAN, "--seeds", "Seeds that every prompt is drawn with, such as 0,1; 0 if left out.", "N,N")
     ] = "0",
@@ -56,7 +63,8 @@ def flexcache(
         int, _option(PLAN, "--workers", "Processes that draw, each with the model; timing is done alone.", "N")
     ] = 1,
     minutes: Annotated[
-        float | None, _option(PLAN, "--minutes", "Stop between two cases after so long; continue later.", "MINUTES")
+        float | None,
+        _option(PLAN, "--minutes", "Begin nothing that would take longer than this; continue later.", "MINUTES"),
     ] = None,
     lpips: Annotated[
         bool, _option(PLAN, "--lpips", "LPIPS too, with the eval extra; its weights may have to be downloaded.")
@@ -82,19 +90,17 @@ def flexcache(
     Each case has the same prompts, seeds, noise, dtype and scheduler as its baseline, and each table the free
     alternatives: fewer steps, and a coarser grid of sigmas. What is stored already is not measured again.
     """
-    for name, value in (("--repeats", repeats), ("--timed", timed), ("--workers", workers), ("--batch", batch)):
-        if value is not None and value < 1:
-            raise UserError(f"{name} {value} is not possible; it is at least 1")
+    o.at_least_1({"--repeats": repeats, "--timed": timed, "--workers": workers, "--batch": batch, "--limit": limit})
     seed_numbers, arguments = read_seeds(seeds), o.scalars("--set", set_)
     wanted = read_peers(peers)
-    from chitu_diffusion.bench.files import data_folder
+    from chitu_diffusion.bench.files import prompts_file
 
-    file = prompts if prompts is not None else str(data_folder() / "prompts" / "flexcache.txt")
-    prompt_lines = o.read_prompts(None, file)
+    prompt_lines = o.read_prompts(None, prompts_file(prompts or "flexcache"))[:limit]
     o.need_diffusers()
     from chitu_diffusion.bench.cases import default_cases, load_cases
-    from chitu_diffusion.bench.flexcache import Plan, run
+    from chitu_diffusion.bench.flexcache_run import run
     from chitu_diffusion.bench.kinds import PEERS
+    from chitu_diffusion.bench.plan import Plan
     from chitu_diffusion.bench.publish import publish
     from chitu_diffusion.runtime import DiffusionTask
     from chitu_diffusion.runtime.generator import with_defaults
@@ -123,8 +129,11 @@ def flexcache(
     except KeyboardInterrupt:
         say(f"interrupted; what was measured is in {output}, and the same command continues there")
         sys.exit(130)
-    if bench.out_of_time and (bench.open_cases("quality") or bench.open_cases("timing")):
-        say("not all cases have been measured; the same command continues")
+    if bench.missing_seconds is not None:
+        say(
+            f"not all cases have been measured, and the next step, of about {bench.missing_seconds / 60:.1f} min, does not fit; "
+            "the same command continues"
+        )
     for path in publish([output], output):
         print(path)
 

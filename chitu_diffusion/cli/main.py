@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -17,6 +14,7 @@ from .env import env
 from .group import Group, is_rank
 from .inspect import inspect
 from .intake import intake
+from .interrupt import keep_interrupts
 from .run import run
 from .verify import verify
 
@@ -61,18 +59,12 @@ def main() -> None:
     """What the ``chitu`` script calls."""
     # The library tells of optional parts that it does without; a user who wants to know sets this variable.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    with contextlib.suppress(ValueError, AttributeError):  # not the main thread, or no such signal here
-        signal.signal(signal.SIGTERM, _terminated)
+    keep_interrupts()
     if is_rank():
         from chitu_diffusion.parallel.launch import end_with_launcher
 
         end_with_launcher()
     app()
-
-
-def _terminated(number: int, frame: Any) -> None:
-    """Leave through every ``finally``, so that nothing half written stays behind."""
-    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -177,6 +178,17 @@ def read_prompts(prompt: str | None, file: str | None) -> tuple[str, ...]:
             raise UserError(f"--prompts {file!r} is empty; it is to hold one prompt a line")
         found += lines
     return tuple(found)
+
+
+def at_least_1(numbers: Mapping[str, int | None]) -> None:
+    """Check numbers of things, by option; those that were not given are None.
+
+    Raises:
+        UserError: one is less than 1.
+    """
+    for option, value in numbers.items():
+        if value is not None and value < 1:
+            raise UserError(f"{option} {value} is not possible; it is at least 1")
 
 
 def need_diffusers() -> None:

@@ -30,7 +30,7 @@ def starts_ranks(task: DiffusionTask) -> bool:
         )
     if world is not None or started == 1:
         return False
-    _check_devices(task, started)
+    check_devices(task.device, started)
     from chitu_diffusion.parallel.launch import launch
 
     failure = launch(["-m", "chitu_diffusion.cli.main", *sys.argv[1:]], started)
@@ -42,15 +42,18 @@ def starts_ranks(task: DiffusionTask) -> bool:
     sys.exit(failure.code)
 
 
-def _check_devices(task: DiffusionTask, started: int) -> None:
+def check_devices(device: str, started: int) -> None:
+    """Whether there is a GPU for each of `started` processes, where they are to use GPUs.
+
+    Raises:
+        UserError: there are too few, or one was named.
+    """
     import torch
 
     count = torch.cuda.device_count()
-    if task.device.startswith("cuda:"):
-        raise UserError(
-            f"--device {task.device} is one GPU, and {started} processes are to be started; use --device cuda"
-        )
-    if task.device in ("auto", "cuda") and 0 < count < started:
+    if device.startswith("cuda:"):
+        raise UserError(f"--device {device} is one GPU, and {started} processes are to be started; use --device cuda")
+    if device in ("auto", "cuda") and 0 < count < started:
         raise UserError(f"--nproc {started} takes one GPU a process, and torch sees {count}; --nproc {count} fits")
 
 

@@ -23,6 +23,11 @@ def lpips_distance(tell: Callable[[str], None]) -> Distance | str:
         import torch
     except ImportError as error:
         return f"LPIPS is left out: {error}; pip install 'chitu-diffusion[eval]' adds it"
+    except Exception as error:  # what a torchvision made for another torch raises
+        return (
+            f"LPIPS is left out: import lpips fails ({type(error).__name__}: {' '.join(str(error).split())[:200]}); it needs the "
+            "torchvision that was made for the torch installed"
+        )
     tell("LPIPS needs AlexNet's weights: 233 MB from download.pytorch.org, unless torch's cache has them")
     try:
         network = lpips.LPIPS(net="alex", verbose=False).eval()

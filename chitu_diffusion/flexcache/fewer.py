@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from chitu_hooks import BlockInputs, GenerationError, Streams
 from chitu_hooks.block import pack, unpack
+from chitu_hooks.call import map_tensors
 from chitu_hooks.sites import DenoiserSite
 from chitu_hooks.tokens import AlignedCuts
 
@@ -142,6 +143,16 @@ def hold_fewer(model: torch.nn.Module, site: DenoiserSite, count: int) -> TorchF
     def leave(tensor: Tensor) -> Tensor:
         return filled(tensor, state["few"], torch.zeros_like(state["entry"]))
 
+    def cut_what_is_added(_: Any, args: Any, kwargs: Any) -> Any:
+        named = {site.arguments[name] for name in site.trunk_arguments}
+        args = [map_tensors(value, first) if place in named else value for place, value in enumerate(args)]
+        kwargs = {name: map_tensors(v, first) if name in site.trunk_arguments else v for name, v in kwargs.items()}
+        return tuple(args), kwargs
+
+    def first(tensor: Tensor) -> Tensor:
+        return tensor[:, :count]
+
+    model.register_forward_pre_hook(cut_what_is_added, with_kwargs=True)
     for stack in main:
         for block in stack.blocks:
             module = model.get_submodule(f"{stack.path}.{block.index}")

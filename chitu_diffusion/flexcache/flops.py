@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -69,6 +69,8 @@ class FlopCount:
     total: int
     blocks: dict[tuple[str, int], int]
     """Of these, by path of the stack and index of the block."""
+    modules: dict[str, int] = field(default_factory=dict)
+    """Of these, by path of the module."""
 
     @property
     def trunk(self) -> int:
@@ -162,12 +164,13 @@ def count_flops(
     """
     copy, counts = flops_by_module(denoiser, args, kwargs, prepare)
     root = type(copy).__name__
+    modules = {path.removeprefix(f"{root}."): int(sum(operations.values())) for path, operations in counts.items()}
     blocks = {}
-    for path, operations in counts.items():
-        stack, _, index = path.removeprefix(f"{root}.").rpartition(".")
+    for path, flops in modules.items():
+        stack, _, index = path.rpartition(".")
         if stack in stacks:
-            blocks[stack, int(index)] = int(sum(operations.values()))
-    return FlopCount(int(sum(counts["Global"].values())), blocks)
+            blocks[stack, int(index)] = flops
+    return FlopCount(modules.pop("Global"), blocks, modules)
 
 
 def flops_by_module(
@@ -251,6 +254,7 @@ class Ledger:
         self._begun = time.perf_counter()
         self._calls: dict[tuple[str, str], tuple[Any, Any, Any, tuple[str, ...]]] = {}
         self._fewer: dict[tuple[str, str], Counter[int]] = {}
+        self._left_out: dict[tuple[str, str], Counter[str]] = {}
         self._sites: dict[str, DenoiserSite] = {}
         self._spans: dict[tuple[str, str], Spans] = {}
         self._tally: dict[tuple[str, str], dict[str, int]] = {}
@@ -284,6 +288,7 @@ class Ledger:
             for calls in self._tally.values()
         )
         self._fewer, self._cuts = generation.fewer, self._cuts or bool(generation.fewer)
+        self._left_out = generation.left_out
         self.skipped = self.reused + sum(calls["skipped"] + calls["replaced"] for calls in self._tally.values())
         self.computed = sum(calls["computed"] for calls in self._tally.values()) - self.reused
 
@@ -306,6 +311,7 @@ class Ledger:
                 if isinstance(part, str):
                     return {"not counted": part}
                 saved += (count.total - part.total) * number
+            saved += sum(count.modules.get(path, 0) * number for path, number in self._left_out.get(key, {}).items())
             denoiser, args, kwargs, stacks = self._calls[key]
             self._calls[key] = (denoiser, spec_of(args), spec_of(kwargs), stacks)  # the numbers are needed once
         return {"full": total, "spent": total - saved, "saved": saved}

@@ -3,6 +3,9 @@
 Finite differences as in TaylorSeer (Liu et al. 2025, https://arxiv.org/abs/2503.06923): with n evaluations between the
 last two computed ones, the q-th difference is that of the (q-1)-th ones over n, and k evaluations later the forecast is
 the sum of difference q times k^q / q!. Order 0 holds the last value, order 1 is the line through the last two.
+
+A line through two values far apart points past the next ones. Damped by d, k becomes d * k: between holding and the line, as
+the scaled Hermite polynomials of HiCache are in their first order with d = 0.5 (https://arxiv.org/abs/2508.16984).
 """
 
 from __future__ import annotations
@@ -33,8 +36,9 @@ def updated(differences: Sequence[Tree], value: Tree, gap: int, order: int) -> l
     return new
 
 
-def extrapolate(differences: Sequence[Tree], ahead: int) -> Tree:
-    """The forecast `ahead` evaluations after the last computed one."""
+def extrapolate(differences: Sequence[Tree], ahead: int, damping: float = 1.0) -> Tree:
+    """The forecast `ahead` evaluations after the last computed one; `damping` is the part of that way that is gone."""
+    way = damping * ahead
     result: Tree = {}
     for stack, streams in differences[0].items():
         result[stack] = {}
@@ -42,7 +46,7 @@ def extrapolate(differences: Sequence[Tree], ahead: int) -> Tree:
             for power, tree in enumerate(differences[1:], 1):
                 change = tree[stack][role]
                 if tensor is not None and change is not None:
-                    tensor = torch.add(tensor, change, alpha=ahead**power / math.factorial(power))
+                    tensor = torch.add(tensor, change, alpha=way**power / math.factorial(power))
             # A model may write into what it is handed; what is stored stays whole.
             result[stack][role] = tensor.clone() if tensor is not None and tensor is streams[role] else tensor
     return result

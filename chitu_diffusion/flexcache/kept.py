@@ -1,26 +1,52 @@
-"""Attention outputs kept from one step to a later one, in code that torch.compile traces.
+"""Attention kept from one step to a later one: the outputs of whole layers, and in code that torch.compile traces those of
+attention alone.
 
 Traced code may read no state that changes, so keeping and recalling are two opaque operators that look up, when they run,
-what the branch of the call underway keeps. Layers are told apart by a tensor, so that all of them share one graph.
+what the branch of the call underway keeps. Layers are told apart by a tensor, so that all of them share one graph. There a
+compiler leaves out the projections that nobody reads; in eager mode the layer as a whole is left out.
 
 Shape legend: B batch, S query tokens, T key tokens, H heads, D head dim.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from chitu_hooks import AttentionContext, Feature, Order
+from chitu_hooks.attention import Frame
+from chitu_hooks.call import map_tensors
+from chitu_hooks.sites import AttentionSite
 from chitu_hooks.state import ACTIVE
 
 NAME = "pab"
 """Name of the feature whose memory holds the outputs."""
 
+PARTS = re.compile(
+    r"(to|add)_(q|k|v|kv|qkv|out|add_out|added_qkv)(_proj)?(_t)?|norm_(added_)?(q|k)|norm_cross|[qk]_rms_norm(_t)?"
+)
+"""Names of the parts of a layer that does nothing but attention: projections and norms. A gate or an MLP is none of them."""
 
-def outputs() -> dict[tuple[int, int], torch.Tensor]:
-    """Number of the layer and of the call within it -> output (B, S, H, D), of the branch of the denoiser call underway."""
+
+def only_attends(site: AttentionSite) -> bool:
+    """Whether what the layer at `site` returns comes from attention alone, so that it can be left out as a whole."""
+    module = site.module
+    plain = site.reachable and not getattr(module, "residual_connection", False)
+    return plain and all(PARTS.fullmatch(name) for name, _ in module.named_children())
+
+
+def has_parts(site: AttentionSite) -> bool:
+    """Whether the processor just now has weights of its own, an image prompt's say."""
+    return isinstance(getattr(site.module, "processor", None), torch.nn.Module)
+
+
+def outputs() -> dict[Any, Any]:
+    """Of the branch of the denoiser call underway: number of the layer and of the call within it -> output (B, S, H, D), and
+    path of the layer -> what its processor returned."""
     call = ACTIVE.call
     assert call is not None
     return call.branch.memory.spaces[NAME].outputs
@@ -72,6 +98,14 @@ class Recall(Feature):
 
     def __init__(self, kinds: tuple[str, ...]) -> None:
         self.kinds = kinds
+
+    def attention_layer(self, frame: Frame, rest: Callable[[], Any]) -> Any | None:
+        kept = None if frame.site is None else outputs().get(frame.site.path)
+        if kept is None or frame.site is None:
+            return None
+        call: Any = ACTIVE.call
+        call.generation.left_out.setdefault((call.denoiser.name, call.branch.name), Counter())[frame.site.path] += 1
+        return map_tensors(kept, torch.Tensor.clone)
 
     def attention(
         self, q_BSHD: torch.Tensor, k_BTHD: torch.Tensor, v_BTHD: torch.Tensor, ctx: AttentionContext

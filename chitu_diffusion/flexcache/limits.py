@@ -52,6 +52,10 @@ class Params:
             range_ = f"from {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
             raise PatchError(f"{self.strategy}: {name} is a number {range_}, not {value!r}")
 
+    def _choice(self, name: str) -> None:
+        if not isinstance(getattr(self, name), bool):
+            raise PatchError(f"{self.strategy}: {name} is true or false, not {getattr(self, name)!r}")
+
     def _word(self, name: str, words: tuple[str, ...]) -> None:
         value = getattr(self, name)
         if value not in words:

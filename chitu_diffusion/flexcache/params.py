@@ -58,11 +58,11 @@ class Static(Scheduled):
 
     forecast: str = "hold"
     """What stands for the residual at a skipped step: `hold`, the last computed one; `linear`, the line through the last
-    two."""
+    two; `damped`, half of its rise (HiCache, https://arxiv.org/abs/2508.16984), where gaps are long."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._word("forecast", ("hold", "linear"))
+        self._word("forecast", ("hold", "linear", "damped"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,16 +187,22 @@ class TaylorSeer(Params):
     Liu et al. 2025, https://arxiv.org/abs/2503.06923, on whole blocks: forecasting what each block adds and summing is the same as
     forecasting the sum, which takes one tensor a stream instead of one a block, and this is what is done. The paper's own
     form is another forecast: it forecasts the outputs of attention and MLP before the gates, which this step's timestep
-    sets. It is not here, since no seam reaches the output of an MLP.
+    sets. It takes many times the memory and was no nearer at equal FLOPs, see ``docs/negative-results.md``.
     """
 
     strategy: ClassVar[str] = "taylorseer"
 
     interval: int = 4
     """Compute one position in this many after `warmup`, at least 1; 1 computes all."""
+    ramp: bool = True
+    """Let the gaps after `warmup` grow by one, from 2 to `interval`; no takes `interval` at once, as the paper does. Early gaps
+    decide most of the picture, and a slope that was taken over one step does not carry far."""
     order: int = 1
     """Highest difference that is used, 0 to 4; 0 holds the last value."""
-    on: str = "residual"
+    damping: float = 0.5
+    """Part of the way that the forecast goes, 0 to 1: 1 is Taylor's, 0 holds; 0.5 is the first order of HiCache,
+    https://arxiv.org/abs/2508.16984, which does not run past the next value where gaps are long."""
+    of: str = "residual"
     """What is forecast: `residual`, what the trunk adds to this step's input; `feature`, what leaves the trunk, whatever
     went in."""
     warmup: int = 3
@@ -205,8 +211,10 @@ class TaylorSeer(Params):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._whole("interval", least=1)
+        self._choice("ramp")
         self._whole("order", least=0, most=4)
-        self._word("on", ("residual", "feature"))
+        self._number("damping", most=1.0)
+        self._word("of", ("residual", "feature"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +280,8 @@ class PAB(Params):
     """In the middle of the run, compute attention at one step in a few and reuse its output at the others.
 
     Pyramid Attention Broadcast, Zhao et al. 2024, https://arxiv.org/abs/2408.12588. The rest of each block is computed, so the most
-    that can be saved is attention's part of the FLOPs. Keeps one output for every layer and branch.
+    that can be saved is attention's part of the FLOPs; with ``kinds="all"`` projections are part of it, but for layers that do more
+    than attend. Keeps one output for every layer and branch.
     """
 
     strategy: ClassVar[str] = "pab"

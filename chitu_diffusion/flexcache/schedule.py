@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 SCHEDULES = ("uniform", "growing")
@@ -29,6 +30,16 @@ def growing(budget: int, steps: int) -> tuple[int, ...]:
         return (0,)
     spare = steps - budget
     return tuple(i + round(spare * (i / (budget - 1)) ** 2) for i in range(budget))
+
+
+def ramped(position: int, warmup: int, interval: int) -> bool:
+    """Whether `position` is computed where gaps grow by one, from 2 after `warmup` positions up to `interval`."""
+    after = position - warmup + 1
+    ramp = interval * (interval + 1) // 2 - 1  # 2 + 3 + … + interval
+    if after > ramp:
+        return (after - ramp) % interval == 0
+    root = math.isqrt(8 * after + 9)
+    return after <= 0 or root * root == 8 * after + 9  # one more than `after` is 1 + 2 + 3 + …
 
 
 def stretched(positions: Sequence[int], of: int, steps: int) -> tuple[int, ...]:

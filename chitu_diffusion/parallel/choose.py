@@ -11,6 +11,7 @@ import torch.distributed as dist
 from chitu_hooks import HookMap, PatchError
 from chitu_hooks.sites import find_sites
 
+from .environment import ranks_here
 from .params import Parallel
 
 
@@ -18,7 +19,7 @@ def auto_parallel(pipe: Any, hook_map: HookMap) -> Parallel:
     """Guidance first, which exchanges once a step; then tokens.
 
     On two ranks gathered keys and values cost as many bytes as Ulysses and half as many exchanges; on more, Ulysses sends
-    less, as far as it divides the heads.
+    less, as far as it divides the heads. It stays within a machine: its ranks are neighbours, and it exchanges most often.
 
     Raises:
         PatchError: no process group.
@@ -33,7 +34,7 @@ def auto_parallel(pipe: Any, hook_map: HookMap) -> Parallel:
     context = ranks // cfg
     if context <= 2:
         return Parallel(cfg=cfg, gather=context)
-    ulysses = math.gcd(context, *heads_of(pipe, hook_map))
+    ulysses = math.gcd(context, ranks_here() or context, *heads_of(pipe, hook_map))
     return Parallel(cfg=cfg, ulysses=ulysses, gather=context // ulysses)
 
 

@@ -146,7 +146,7 @@ class ContextParallel(Feature):
             )
         packed = not any(layout.text)
         return {
-            role: None if tensor is None else cut_role(tensor, 1, "image" if packed else role, layout)
+            role: None if tensor is None else _apart(cut_role(tensor, 1, "image" if packed else role, layout))
             for role, tensor in streams.items()
         }
 
@@ -274,6 +274,12 @@ class ContextParallel(Feature):
         if self.seen:
             told["tokens of each rank"] = " or ".join(list(self.seen)[:4])
         return told
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """A share of the tokens in memory of its own. The strides of a view would be a graph of their own for the first block:
+    torch.compile looks at them, also where the dimension has one entry and `contiguous` copies nothing."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _told(layout: Layout) -> str:

@@ -77,6 +77,16 @@ def _slurm(found: Mapping[str, str]) -> World:
     )
 
 
+def ranks_here(environment: Mapping[str, str] | None = None) -> int | None:
+    """Ranks on each machine, as the launcher has it; None if it does not say, or if machines differ."""
+    found = os.environ if environment is None else environment
+    if "LOCAL_WORLD_SIZE" in found:  # torchrun
+        return int(found["LOCAL_WORLD_SIZE"])
+    tasks = found.get("SLURM_STEP_TASKS_PER_NODE", found.get("SLURM_TASKS_PER_NODE", ""))
+    match = re.fullmatch(r"(\d+)(\(x\d+\))?", tasks)  # 8(x2): eight on each of two machines
+    return int(match.group(1)) if match is not None else None
+
+
 def first_host(nodes: str) -> str:
     """The first host of a Slurm node list: ``gpu[003-005,9],login1`` -> ``gpu003``.
 

@@ -14,6 +14,7 @@ from .context import ContextParallel
 from .guidance import GuidanceParallel
 from .mesh import make_mesh
 from .params import Parallel
+from .prompt import PromptOnce
 from .vae import VaeTiles
 
 
@@ -37,6 +38,8 @@ def make_parallel(parallel: Parallel | str, pipe: Any, hook_map: HookMap) -> lis
         )
     mesh = make_mesh(parallel)
     features: list[Feature] = [Agreement(mesh), VaeTiles(mesh)]
+    if parallel.prompt == "once":
+        features.append(PromptOnce(mesh))
     if parallel.cfg > 1:
         features.append(GuidanceParallel(mesh))
     if parallel.context > 1:

@@ -78,6 +78,8 @@ def launch(command: list[str], ranks: int) -> Failure | None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     os.environ[LAUNCHED] = str(os.getpid())
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))
+    # What torch's C++ part warns of when the other end of a connection is gone is a consequence, and no message of its own.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.disable(logging.CRITICAL)  # this process only waits; what there is to tell, it tells itself
     with tempfile.TemporaryDirectory(prefix="chitu-ranks-") as folder:
         others = {rank: Std.ALL for rank in range(1, ranks)}
@@ -162,6 +164,7 @@ def end_with_launcher() -> None:
 
     Python runs no signal handler while a collective waits, so a thread of its own does it.
     """
+    keep_lost_exits_quiet()
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -180,3 +183,16 @@ def end_with_launcher() -> None:
                 os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=watch, name="ends with the launcher", daemon=True).start()
+
+
+def keep_lost_exits_quiet() -> None:
+    """Say nothing of a `SystemExit` or `KeyboardInterrupt` that a signal raised where Python drops exceptions: in a weakref's
+    callback or a ``__del__``. Python would print it as ignored; that it is lost does no harm, since a thread ends this process.
+    """
+    tell = sys.unraisablehook
+
+    def hook(lost: Any) -> None:
+        if not isinstance(lost.exc_value, (SystemExit, KeyboardInterrupt)):
+            tell(lost)
+
+    sys.unraisablehook = hook

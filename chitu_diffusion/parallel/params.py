@@ -10,6 +10,7 @@ from chitu_hooks.errors import nearest
 
 DEGREES = ("cfg", "ulysses", "ring", "gather")
 TEXT = ("auto", "shard", "replicate")
+PROMPT = ("once", "each")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,8 @@ class Parallel:
     which never talk to each other.
 
     Raises:
-        PatchError: a degree is not a whole number from 1 on, there are both ring and gather, or `text` is not one of its words.
+        PatchError: a degree is not a whole number from 1 on, there are both ring and gather, or `text` or `prompt` is not one of
+            its words.
     """
 
     cfg: int = 1
@@ -34,6 +36,8 @@ class Parallel:
     """Tokens on different ranks; every rank gathers all keys and values. One exchange an attention, for any number of heads."""
     text: Literal["auto", "shard", "replicate"] = "auto"
     """Whether text tokens are spread like image tokens, or whole on every rank; auto spreads them where there is one a rank."""
+    prompt: Literal["once", "each"] = "once"
+    """Whether the first rank of a picture encodes the prompt and the others get its embeddings, or each rank encodes it."""
     group: Any = None
     """Process group or one-dimensional device mesh to divide, in place of the whole world."""
 
@@ -48,6 +52,8 @@ class Parallel:
             )
         if self.text not in TEXT:
             raise PatchError(f"parallel: unknown text={self.text!r}{nearest(str(self.text), TEXT)}")
+        if self.prompt not in PROMPT:
+            raise PatchError(f"parallel: unknown prompt={self.prompt!r}{nearest(str(self.prompt), PROMPT)}")
 
     @property
     def outer(self) -> int:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from chitu_diffusion.parallel.environment import find_world, in_turn
+from chitu_diffusion.parallel.environment import find_world
+from chitu_diffusion.parallel.share import load_once
 from chitu_hooks import Feature, Handle, load_hook_map
 
 from .call import CallPlan, plan_call, read_pictures
@@ -83,8 +84,10 @@ class Generator:
         device = pick_device(task.device, task.require_gpu, place)
         dtype = pick_dtype(task.dtype, device)
         started = time.perf_counter()
-        with contextlib.nullcontext() if place is None or device == "cpu" else in_turn(place):
+        if place is None or device == "cpu":  # there, the ranks share the pages of the files that they map
             pipe = load_pipeline(source, dtype=dtype, device=device)
+        else:
+            pipe = load_once(lambda: load_pipeline(source, dtype=dtype, device="cpu"), device, place)
         handle = hook(pipe, chosen)
         synchronizer(torch.device(device))()
         return cls(handle, load_seconds=time.perf_counter() - started, watchers=watchers)

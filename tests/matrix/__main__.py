@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -22,9 +23,12 @@ def main() -> int:
 
     options = argparse.ArgumentParser(prog="python tests/matrix", description=sys.modules["matrix"].__doc__)
     options.add_argument("--write", action="store_true", help="write docs/models.md and docs/models.json")
-    write = options.parse_args().write
-    found = report.matrix()
-    if write:
+    options.add_argument(
+        "--only", nargs="+", default=(), metavar="NAME", help="rows and strategies to make anew; the rest stays"
+    )
+    given = options.parse_args()
+    found = report.matrix(json.loads((DOCS / "models.json").read_text(encoding="utf-8")), given.only)
+    if given.write:
         (DOCS / "models.json").write_text(report.as_json(found), encoding="utf-8")
         (DOCS / "models.md").write_text(report.as_page(found), encoding="utf-8")
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 
 import diffusers
@@ -31,25 +32,42 @@ def row(model: Model) -> dict[str, Any]:
     }
 
 
-def caches(model: Model) -> dict[str, dict[str, str]]:
-    """A cell for each strategy."""
-    return {name: _data(cell) for name, cell in strategies.outcomes(model).items()}
+def caches(model: Model, names: Collection[str] = tuple(STRATEGIES)) -> dict[str, dict[str, str]]:
+    """A cell for each strategy in `names`."""
+    return {name: _data(cell) for name, cell in strategies.outcomes(model, names).items()}
 
 
 def _data(cell: Cell) -> dict[str, str]:
     return {"state": cell.state, "note": cell.note}
 
 
-def matrix() -> dict[str, Any]:
-    """All rows."""
+def matrix(published: dict[str, Any], only: Collection[str] = ()) -> dict[str, Any]:
+    """All rows.
+
+    Args:
+        published: what is taken from where nothing is made anew: variants that need a package which is not installed.
+        only: names of rows and of strategies to make anew; nothing else is then. Empty: everything is.
+    """
     return {
         "diffusers": diffusers.__version__,
         "modes": {mode: summary(mode) for mode in MODES},
         "strategies": {name: strategies.summary(name) for name in STRATEGIES},
-        "models": [{**row(model), "strategies": caches(model)} for model in models()],
-        "variants": [{**row(model), "strategies": caches(model)} for model in variations()],
+        "models": [line(model, published["models"], only) for model in models()],
+        "variants": [line(model, published["variants"], only) for model in variations()],
         "scoped out": {name: NOT_BUILT[name] for name in transformer_classes() if name in NOT_BUILT},
     }
+
+
+def line(model: Model, published: list[dict[str, Any]], only: Collection[str]) -> dict[str, Any]:
+    """The row of `model`: made anew, or what is published of it, with some strategies made anew."""
+    known = next((line for line in published if model.named().items() <= line.items()), None)
+    if known is not None and getattr(model, "lacks", None):
+        return known
+    if known is None or not only or set(only) & set(model.named().values()):
+        return {**row(model), "strategies": caches(model)}
+    wanted = [name for name in STRATEGIES if name in only]
+    cells = {**known["strategies"], **(caches(model, wanted) if wanted else {})}
+    return {**known, "strategies": {name: cells[name] for name in STRATEGIES}}
 
 
 def summary(mode: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 from caches import ACTS, fitting, ready
@@ -18,18 +19,16 @@ from .modes import Cell, Trial, left_behind, skipped
 from .table import Model
 
 STEPS = 8
-NOT_YET = ("cubic", "planned")
-"""Strategies that the page has no column for yet."""
-STRATEGIES: dict[str, Params] = {name: ACTS[name] for name in PARAMS if name not in NOT_YET}
+STRATEGIES: dict[str, Params] = {name: ACTS[name] for name in PARAMS}
 """Strategy -> settings at which it has to skip."""
 
 
-def outcomes(row: Model) -> dict[str, Cell]:
-    """A cell for every strategy."""
+def outcomes(row: Model, names: Collection[str] = tuple(STRATEGIES)) -> dict[str, Cell]:
+    """A cell for every strategy in `names`."""
     trial = Trial(row, STEPS)
     with patch(trial.pipe) as handle:
         blocks = [sum(len(s.blocks) for s in d.stacks if not s.refiner) for d in handle.sites.denoisers]
-    return {name: outcome(trial, name, fitting(name, STRATEGIES[name], min(blocks))) for name in STRATEGIES}
+    return {name: outcome(trial, name, fitting(name, STRATEGIES[name], min(blocks))) for name in names}
 
 
 def outcome(trial: Trial, name: str, params: Params) -> Cell:

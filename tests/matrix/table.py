@@ -6,6 +6,7 @@ import functools
 import importlib
 import pkgutil
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import diffusers as D
@@ -13,7 +14,7 @@ import diffusers.models.transformers as package
 import tiny
 import torch
 from variants import VARIANTS
-from variants_more import FURTHER_VARIANTS
+from variants_more import FURTHER_VARIANTS, INT8_WEIGHTS
 
 from . import driven
 from .driven import Entry
@@ -98,6 +99,12 @@ class Variation:
     variant: str
     branches = None
 
+    @property
+    def lacks(self) -> str | None:
+        """The package that it needs and that is not installed: then the row stays as it is published."""
+        needed = "torchao" if self.variant in INT8_WEIGHTS else None
+        return needed if needed and find_spec(needed) is None else None
+
     def build(self) -> Any:
         variant = ALL_VARIANTS[self.variant]()
         vars(variant.pipe)[CALL] = variant.call
@@ -147,5 +154,5 @@ def models() -> list[Model]:
     return found
 
 
-def variations() -> list[Model]:
+def variations() -> list[Variation]:
     return [Variation(name) for name in ALL_VARIANTS]

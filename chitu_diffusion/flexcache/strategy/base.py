@@ -31,6 +31,7 @@ class Strategy(Feature):
         cuts_tokens: the trunk runs on fewer tokens in some calls, which no feature that spreads them over ranks expects.
         start: names and first values of what the strategy keeps for each branch.
         order_of_forecast: highest difference by which the residual is extrapolated; 0 holds it.
+        damping: part of the way that the extrapolation goes; 1 is Taylor's.
         reduce: applied to a tensor of sums of absolute values, (2, B), before a decision reads it. Where tokens are spread
             over ranks an all-reduce (sum) stands here, and where the batch is, a gather of the samples of all ranks, so that
             every rank divides the same sums and decides alike.
@@ -44,6 +45,7 @@ class Strategy(Feature):
     cuts_tokens: ClassVar[bool] = False
     start: ClassVar[dict[str, Any]] = {}
     order_of_forecast: int = 0
+    damping: float = 1.0
 
     def __init__(self, params: Params) -> None:
         self.params = params
@@ -216,7 +218,7 @@ class Strategy(Feature):
         memory = self.memory(call.branch)
         if len(memory.differences) < 2:
             return None
-        return extrapolate(memory.differences, call.step.index - memory.index)
+        return extrapolate(memory.differences, call.step.index - memory.index, self.damping)
 
     def _remember(self, memory: SimpleNamespace, call: Call) -> None:
         residuals, index = dict(call.branch.residuals), call.step.index

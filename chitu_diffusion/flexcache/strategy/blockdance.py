@@ -7,6 +7,9 @@ from chitu_hooks import Call, HookMap, Refusal, Sites
 from ..params import BlockDance
 from .base import Strategy
 
+SMALLEST = 1e-3
+"""Distance of the boundary from either end, so that it is one."""
+
 
 class BlockDanceStrategy(Strategy):
     """Reuses what the front blocks returned at the first step of a group, and computes the blocks behind them."""
@@ -16,15 +19,14 @@ class BlockDanceStrategy(Strategy):
 
     def bind(self, sites: Sites, hook_map: HookMap) -> Refusal | None:
         blocks = {d.name: sum(len(s.blocks) for s in d.stacks if not s.refiner) for d in sites.denoisers}
-        if min(blocks.values()) < 2 or len(set(blocks.values())) > 1:
-            found = ", ".join(f"{name} {number}" for name, number in blocks.items())
+        few = [f"{name} {number}" for name, number in blocks.items() if number < 2]
+        if few:
             return Refusal(
-                f"a boundary is a place among the blocks of a trunk, at least 2 and as many in each denoiser; found {found}",
+                f"a boundary is a place among the blocks of a trunk, at least 2 of them; found {', '.join(few)}",
                 "use fbcache or static",
             )
-        number = next(iter(blocks.values()))
-        reused = min(max(round(self.params.boundary * number), 1), number - 1)
-        self.back = number - reused
+        # A part and not a number: which of its stacks an inferred map can skip is known after the first call.
+        self.back = 1 - min(max(self.params.boundary, SMALLEST), 1 - SMALLEST)
         return super().bind(sites, hook_map)
 
     def wants(self, call: Call) -> bool:

@@ -41,7 +41,7 @@ def cache_of_diffusers(sites: Sites) -> Refusal | None:
     return None
 
 
-def too_few_blocks(sites: Sites, front: int, back: int) -> Refusal | None:
+def too_few_blocks(sites: Sites, front: int, back: int | float) -> Refusal | None:
     """Front and back blocks that leave nothing between them."""
     for denoiser in sites.denoisers if front or back else ():
         blocks = sum(len(stack.blocks) for stack in denoiser.stacks if not stack.refiner)

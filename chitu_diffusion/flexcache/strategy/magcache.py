@@ -13,7 +13,11 @@ from .base import Strategy
 
 
 class MagCacheStrategy(Strategy):
-    """Accumulates |1 - product of ratios| over the skipped steps of each branch."""
+    """Accumulates |1 - product of ratios| over skipped steps.
+
+    All branches go by the ratios of the first, so that they are held equally long: guidance takes their difference, and those
+    of the two differ by less than 0.01 where they are published.
+    """
 
     params: MagCache
     start: ClassVar[dict[str, Any]] = {"product": 1.0, "error": 0.0}
@@ -33,7 +37,7 @@ class MagCacheStrategy(Strategy):
         memory, steps = self.memory(call.branch), call.generation.num_steps
         if steps is None or call.step.position < int(self.params.retention * steps + 0.5) or not call.branch.computed:
             return False
-        memory.product *= self.ratio(call.branch.ordinal, call.step.position, steps)
+        memory.product *= self.ratio(call.step.position, steps)
         memory.error += abs(1.0 - memory.product)
         return memory.error < self.params.threshold
 
@@ -41,12 +45,9 @@ class MagCacheStrategy(Strategy):
         memory = self.memory(call.branch)
         memory.product, memory.error = 1.0, 0.0
 
-    def ratio(self, branch: int, position: int, steps: int) -> float:
-        """The ratio at `position` of `steps`; the nearest one where the list is for another number of steps.
-
-        Pipelines with more branches than lists use the last one: those of the two branches differ by less than 0.01.
-        """
-        ratios = self._lists[min(branch, len(self._lists) - 1)]
+    def ratio(self, position: int, steps: int) -> float:
+        """The ratio at `position` of `steps`; the nearest one where the list is for another number of steps."""
+        ratios = self._lists[0]
         if len(ratios) + 1 == steps:
             return ratios[position - 1]
         return (1.0, *ratios)[round(position * len(ratios) / max(steps - 1, 1))]

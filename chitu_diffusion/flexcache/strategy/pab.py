@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
 from chitu_hooks import AttentionContext, Call, Feature, HookMap, Refusal, Sites
+from chitu_hooks.attention import Frame
+from chitu_hooks.call import map_tensors
+from chitu_hooks.sites import AttentionSite
 from chitu_hooks.state import ACTIVE
 
-from ..kept import Recall, keep
+from ..kept import Recall, has_parts, keep, only_attends, outputs
 from ..params import PAB
 from .base import Strategy
 
@@ -22,7 +26,10 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 class PABStrategy(Strategy):
-    """Keeps the output of every attention that the seam reaches, and recalls it at the steps between."""
+    """Keeps the output of every attention that the seam reaches, and recalls it at the steps between.
+
+    Where all kinds are meant, a layer that does nothing but attention is left out as a whole.
+    """
 
     params: PAB
     decides = "nowhere else"
@@ -35,10 +42,13 @@ class PABStrategy(Strategy):
         self._recall = Recall(self.kinds)
         self._features: tuple[tuple[Feature, ...], ...] = ((), ())
         """Those of the seam, and the same with `Recall` in this one's place."""
+        self._whole: frozenset[AttentionSite] = frozenset()
 
     def bind(self, sites: Sites, hook_map: HookMap) -> Refusal | None:
         if not any(site.reachable for site in sites.attention):
             return Refusal("no attention of this model is in reach of the seam", "use static or fbcache")
+        if self.kinds == KINDS["all"]:
+            self._whole = frozenset(site for site in sites.attention if only_attends(site))
         return super().bind(sites, hook_map)
 
     def denoiser_in(self, call: Call) -> Any | None:
@@ -56,11 +66,23 @@ class PABStrategy(Strategy):
             self._features = features, tuple(self._recall if feature is self else feature for feature in features)
         return self._features[1]
 
+    def attention_layer(self, frame: Frame, rest: Callable[[], Any]) -> Any | None:
+        if not self._keeps_whole(frame.site):
+            return None
+        result = rest()
+        outputs()[frame.site.path] = map_tensors(result, torch.Tensor.clone)  # type: ignore[union-attr]
+        return result
+
+    def _keeps_whole(self, site: AttentionSite | None) -> bool:
+        return site in self._whole and not has_parts(site)
+
     def attention(
         self, q_BSHD: torch.Tensor, k_BTHD: torch.Tensor, v_BTHD: torch.Tensor, ctx: AttentionContext
     ) -> torch.Tensor | None:
         queries, keys = q_BSHD.shape[1], k_BTHD.shape[1]
         if ctx.site is None or ctx.frame is None or (kind := ctx.kind(queries, keys)) not in self.kinds:
+            return None
+        if not torch.compiler.is_compiling() and self._keeps_whole(ctx.site):
             return None
         out = ctx.next(q_BSHD, k_BTHD, v_BTHD)
         layout = ACTIVE.layout

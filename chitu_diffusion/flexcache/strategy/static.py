@@ -9,6 +9,9 @@ from ..params import Scheduled, Static
 from ..schedule import growing, stretched, uniform
 from .base import Strategy
 
+DAMPED = 0.5
+"""Part of the line's rise, as in HiCache, https://arxiv.org/abs/2508.16984."""
+
 
 class ScheduledStrategy(Strategy):
     """Computes the positions of a schedule; what happens at the others a subclass says."""
@@ -58,4 +61,5 @@ class StaticStrategy(ScheduledStrategy):
 
     def __init__(self, params: Static) -> None:
         super().__init__(params)
-        self.order_of_forecast = 1 if params.forecast == "linear" else 0
+        self.order_of_forecast = 0 if params.forecast == "hold" else 1
+        self.damping = DAMPED if params.forecast == "damped" else 1.0

@@ -9,6 +9,7 @@ from chitu_hooks import Call, Streams
 from ..distance import copied
 from ..forecast import extrapolate, updated
 from ..params import TaylorSeer
+from ..schedule import ramped
 from .base import Strategy
 
 
@@ -19,10 +20,13 @@ class TaylorSeerStrategy(Strategy):
 
     def __init__(self, params: TaylorSeer) -> None:
         super().__init__(params)
-        self.order_of_forecast = params.order
+        self.order_of_forecast, self.damping = params.order, params.damping
 
     def wants(self, call: Call) -> bool:
-        return (call.step.position - self.params.warmup + 1) % self.params.interval != 0
+        params, position = self.params, call.step.position
+        if params.ramp:
+            return not ramped(position, params.warmup, params.interval)
+        return (position - params.warmup + 1) % params.interval != 0
 
     @property
     def full_budget(self) -> bool:
@@ -43,7 +47,7 @@ class OnFeature(TaylorSeerStrategy):
             return None
         memory, index = self.memory(call.branch), call.step.index
         if call.skipping:
-            return extrapolate(memory.features, index - memory.at)[0] if memory.features else None
+            return extrapolate(memory.features, index - memory.at, self.damping)[0] if memory.features else None
         feature = {role: None if tensor is None else copied(tensor) for role, tensor in streams.items()}
         memory.features = updated(memory.features, {0: feature}, index - memory.at, self.params.order)
         memory.at = index
@@ -51,5 +55,5 @@ class OnFeature(TaylorSeerStrategy):
 
 
 def taylorseer(params: TaylorSeer) -> Strategy:
-    """The strategy that forecasts what ``params.on`` says."""
-    return (OnFeature if params.on == "feature" else TaylorSeerStrategy)(params)
+    """The strategy that forecasts what ``params.of`` says."""
+    return (OnFeature if params.of == "feature" else TaylorSeerStrategy)(params)

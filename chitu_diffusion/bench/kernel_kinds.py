@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 
 def by_kind(events: Any, steps: int) -> dict[str, float]:
     """Kernel milliseconds a step by kind. `exposed` is when only collectives ran, `idle` when nothing did."""
     spans: list[tuple[float, float, str]] = []
     for event in events:
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == DeviceType.CUDA:
             spans.append((event.time_range.start, event.time_range.end, kind_of(event.name)))
     totals: dict[str, float] = {}
     for start, end, kind in spans:
@@ -38,6 +42,41 @@ KINDS = (
 def kind_of(name: str) -> str:
     lower = name.lower()
     return next((kind for kind, words in KINDS if any(word in lower for word in words)), "other")
+
+
+def exchange_seconds(work: Callable[[], Any], cuda: bool) -> tuple[Any, float]:
+    """What `work` returned, and the seconds in which ranks exchanged meanwhile.
+
+    On a GPU those in which nothing else ran; on the CPU those between the start and the end of some exchange, waiting for
+    the other ranks included.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    profiler = profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU])
+    with silent():
+        profiler.start()
+    found = work()
+    with silent():
+        profiler.stop()
+    events = profiler.events()
+    if cuda:
+        return found, by_kind(events, 1)["exposed collective"] / 1e3
+    spans = [(e.time_range.start, e.time_range.end) for e in events if e.name.startswith("gloo:")]
+    return found, sum_of_union(spans) / 1e6
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Without the lines that the profiler's C++ of torch 2.13 prints when it starts and stops."""
+    sys.stderr.flush()
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
 
 
 def sum_of_union(spans: list[tuple[float, float]]) -> float:

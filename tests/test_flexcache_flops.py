@@ -1,0 +1,86 @@
+"""FLOPs of every strategy, and of the caches of other makers, are what torch's counter counts in the run itself."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+from caches import ACTS, STEPS, fitting
+from tiny import build, run
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from chitu_diffusion import patch
+from chitu_diffusion.bench.cases import Case
+from chitu_diffusion.bench.kinds import KINDS, Setting
+from chitu_diffusion.bench.watch import Watcher
+
+pytestmark = pytest.mark.filterwarnings("ignore::chitu_hooks.ChituWarning")
+
+MODULES = [
+    r"transformer_blocks\.\d+\.(attn|ff|ff_context)",
+    r"single_transformer_blocks\.\d+\.(attn|proj_mlp|proj_out)",
+]
+"""All modules of FLUX's blocks between two gates; some are leaves, which the cache leaves out inside their call."""
+
+PEERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "first block": ("diffusers", "first_block_cache", {"threshold": 0.5}),
+    "magcache": ("diffusers", "magcache", {"mag_ratios": [1.0] * STEPS, "retention_ratio": 0.2}),
+    "pab": ("diffusers", "pyramid_attention_broadcast", {"spatial_attention_block_skip_range": 2}),
+    "taylorseer": ("diffusers", "taylorseer", {"cache_interval": 3, "disable_cache_before_step": 2}),
+    "taylorseer lite": ("diffusers", "taylorseer", {"cache_interval": 3, "use_lite_mode": True}),
+    "taylorseer modules": ("diffusers", "taylorseer", {"cache_interval": 3, "cache_identifiers": MODULES}),
+    "dbcache": (
+        "cache-dit",
+        "dbcache",
+        {"Fn_compute_blocks": 1, "max_warmup_steps": 2, "residual_diff_threshold": 0.9},
+    ),
+    "dbcache taylorseer": (
+        "cache-dit",
+        "dbcache",
+        {"Fn_compute_blocks": 1, "max_warmup_steps": 2, "residual_diff_threshold": 0.9, "taylorseer_order": 1},
+    ),
+}
+
+
+def counted(name: str, pipe: Any) -> int:
+    """What torch's counter counts in the denoiser over one generation; attention as the matrix products that it is."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        run(name, pipe, STEPS)
+    return sum(counter.get_flop_counts()[type(pipe.transformer).__name__].values())
+
+
+@pytest.mark.parametrize("label", ACTS)
+@pytest.mark.parametrize("name", ["flux", "wan"])
+def test_our_books_are_what_was_done(name: str, label: str) -> None:
+    pipe, watcher = build(name, 3), Watcher()
+    full = counted(name, pipe)
+    with patch(pipe, cache=fitting(name, ACTS[label], 3)) as handle:
+        spent = counted(name, pipe)
+        feature = handle.report().features[0]
+        with watcher.at(handle.sites.denoisers), handle.also(watcher):
+            run(name, pipe, STEPS)
+    flops = feature["flops"]
+    assert feature["hits"] > 0 and spent < full
+    assert flops == {"full": full, "spent": spent, "saved": full - spent}
+    if label != "cubic":  # fewer tokens go through a leaf than the watcher takes it for
+        assert watcher.flops == pytest.approx(spent, rel=1e-9), "the bench counts the same"
+
+
+@pytest.mark.parametrize("label", PEERS)
+def test_the_bench_counts_what_other_makers_did(label: str) -> None:
+    kind, use, params = PEERS[label]
+    if kind == "cache-dit" and find_spec("cache_dit") is None:
+        pytest.skip("cache-dit is not installed")
+    pipe, watcher = build("flux", 3), Watcher()
+    full = counted("flux", pipe)
+    case = Case(kind=kind, use=use, params=params, steps=STEPS, family=label)
+    setting = Setting(pipe=pipe, hook_map=None, constants=lambda steps: "")
+    with KINDS[kind].on(setting, case) as handle:
+        spent = counted("flux", pipe)
+        with watcher.at(handle.sites.denoisers), handle.also(watcher):
+            run("flux", pipe, STEPS)
+    assert watcher.problem is None
+    assert watcher.flops == pytest.approx(spent, rel=1e-9)
+    assert spent < full, "it acted"
