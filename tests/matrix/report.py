@@ -62,6 +62,11 @@ def line(model: Model, published: list[dict[str, Any]], only: Collection[str]) -
     """The row of `model`: made anew, or what is published of it, with some strategies made anew."""
     known = next((line for line in published if model.named().items() <= line.items()), None)
     if known is not None and getattr(model, "lacks", None):
+        missing = [name for name in STRATEGIES if name not in known["strategies"]]
+        if missing:
+            raise SystemExit(
+                f"{model.named()} has no cell for {missing} and needs {model.lacks}, which is not installed"
+            )
         return known
     if known is None or not only or set(only) & set(model.named().values()):
         return {**row(model), "strategies": caches(model)}
