@@ -44,6 +44,12 @@ def test_every_field_is_explained(cls: type[Params]) -> None:
     assert {field.name for field in dataclasses.fields(cls)} <= explained
 
 
+def test_paths_are_kept_as_text() -> None:
+    """A report holds the parameters, and is plain data."""
+    found = [Planned(speedup=2, profile=Path("a/b")).profile, MagCache(constants=Path("a/b")).constants]  # type: ignore[arg-type]
+    assert found == [str(Path("a/b"))] * 2
+
+
 @pytest.mark.parametrize(
     ("cls", "values", "message"),
     [
@@ -95,6 +101,8 @@ def test_every_field_is_explained(cls: type[Params]) -> None:
         (Planned, {"speedup": 0.5}, "planned: speedup is a number from 1, not 0.5"),
         (Planned, {"speedup": 2, "guard": -1}, "planned: guard is a whole number from 0, not -1"),
         (Planned, {"speedup": 2, "stretch": "yes"}, "planned: stretch is true or false, not 'yes'"),
+        (Planned, {"speedup": 2, "profile": 5}, "planned: profile is the path of a file, not 5"),
+        (MagCache, {"constants": ["a.yaml"]}, "magcache: constants is the path of a file, not ['a.yaml']"),
         (Static, {"steps": "lemica-flux-27"}, "no schedule 'lemica-flux-27'; nearest: lemica-flux-26"),
     ],
 )

@@ -421,6 +421,10 @@ def test_a_unet_has_no_blocks_to_skip_and_a_plan_all_the_same(tmp_path: Path) ->
     with patch(unet.pipe, cache=Planned(profile=str(path), budget=0.5)) as handle:
         assert 0 < difference(unet.pipe(**arguments(9), output_type="latent").images, stock) < 0.1
         assert handle.report().features[0]["hits"] == 5
+        with pytest.raises(RefusedError, match=r"DDIMScheduler with eta=0\.5 adds fresh noise at every step"):
+            unet.pipe(**arguments(9), eta=0.5)
+    with patch(unet.pipe) as handle, pytest.raises(RefusedError, match=r"DDIMScheduler with eta=0\.5"):
+        handle.calibrate([arguments(seed) for seed in range(PROMPTS)], planned=path, eta=0.5)
 
 
 def test_the_second_expert_is_planned_for() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -51,6 +52,15 @@ class Params:
         if not number or not least <= value <= most:  # NaN is in no range
             range_ = f"from {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
             raise PatchError(f"{self.strategy}: {name} is a number {range_}, not {value!r}")
+
+    def _file(self, name: str) -> None:
+        """A path of any kind is kept as text, so that reports stay plain data."""
+        value = getattr(self, name)
+        if value is None:
+            return
+        if not isinstance(value, (str, os.PathLike)):
+            raise PatchError(f"{self.strategy}: {name} is the path of a file, not {value!r}")
+        object.__setattr__(self, name, os.fspath(value))
 
     def _choice(self, name: str) -> None:
         if not isinstance(getattr(self, name), bool):

@@ -150,6 +150,7 @@ class MagCache(Params):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._number("threshold")
+        self._file("constants")
         self._number("retention", most=1.0)
         if self.ratios is not None:
             ratios = self.ratios if isinstance(self.ratios, (tuple, list)) else (self.ratios,)
@@ -240,6 +241,7 @@ class TeaCache(Params):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._number("threshold")
+        self._file("constants")
         if self.coefficients is not None:
             given = self.coefficients if isinstance(self.coefficients, (tuple, list)) else (self.coefficients,)
             if not given or not all(isinstance(c, (int, float)) and math.isfinite(c) for c in given):

@@ -52,9 +52,9 @@ class Planned(Params):
         )
         if self.budget == 0:
             raise PatchError("planned: budget is a number above 0, not 0: some step has to be computed")
+        self._file("profile")
         self._whole("guard", least=0)
-        if not isinstance(self.stretch, bool):
-            raise PatchError(f"planned: stretch is true or false, not {self.stretch!r}")
+        self._choice("stretch")
 
     def computed(self, steps: int) -> int:
         """Steps to compute of a run of `steps`, by `budget` or `speedup`: at most so many, and at least one."""

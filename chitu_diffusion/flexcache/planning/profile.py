@@ -75,7 +75,8 @@ class Profile:
         file = Path(path).expanduser()
         if not file.is_file():
             siblings = [p.name for p in file.parent.glob("*.safetensors")] if file.parent.is_dir() else []
-            raise PatchError(f"planned: no profile {str(path)!r}{nearest(file.name, siblings)}")
+            known = nearest(file.name, siblings) or "; chitu calibrate --planned writes one"
+            raise PatchError(f"planned: no profile {str(path)!r}{known}")
         try:
             with safetensors.safe_open(file, framework="np") as opened:
                 head = json.loads((opened.metadata() or {})["chitu"])

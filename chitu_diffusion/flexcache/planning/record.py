@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from chitu_hooks import Feature, Generation, HookMap, Order, Refusal, Sites, StepCall
+from chitu_hooks import Feature, Generation, HookMap, Order, Refusal, RefusedError, Sites, StepCall
 
-from ..strategy.checks import stochastic
+from ..strategy.checks import stochastic, stochastic_call
 from .key import Key, key_of
 
 CHUNK = 1 << 18
@@ -42,6 +42,14 @@ class Velocities(Feature):
     def bind(self, sites: Sites, hook_map: HookMap) -> Refusal | None:
         noisy = stochastic(getattr(sites.pipe, "scheduler", None))
         return Refusal(noisy, "calibrate with a scheduler that adds no noise") if noisy is not None else None
+
+    def begin(self, generation: Generation) -> None:
+        """Raises:
+        RefusedError: the call asks the scheduler for noise.
+        """
+        noisy = stochastic_call(generation)
+        if noisy is not None:
+            raise RefusedError(f"{self.name}: {noisy}; calibrate without")
 
     def step_in(self, step: StepCall) -> None:
         state = vars(step.generation.memory(self))

@@ -16,7 +16,7 @@ from chitu_hooks.branches import signature
 from ..flops import Ledger
 from ..forecast import Tree, extrapolate, updated
 from ..limits import Params
-from .checks import cache_of_diffusers, few_steps, stochastic, too_few_blocks
+from .checks import cache_of_diffusers, few_steps, stochastic_call, too_few_blocks
 
 
 class Strategy(Feature):
@@ -207,7 +207,7 @@ class Strategy(Feature):
         if hasattr(memory, "warned"):
             return
         memory.warned = True
-        for text in (few_steps(generation), stochastic(generation.scheduler)):
+        for text in (few_steps(generation), stochastic_call(generation)):
             if text:
                 warnings.warn(f"{self.name}: {text}", ChituWarning, stacklevel=2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from chitu_hooks import Generation, Refusal, Sites
@@ -84,6 +85,16 @@ def stochastic(scheduler: Any) -> str | None:
         or str(config.get("algorithm_type", "")).startswith("sde")
         or any(part in name for part in STOCHASTIC)
     )
-    if not noisy:
-        return None
+    return _noise(name) if noisy else None
+
+
+def stochastic_call(generation: Generation) -> str | None:
+    """The same about the scheduler of a generation, which the call may ask for noise: DDIM's `eta`."""
+    scheduler, eta = generation.scheduler, generation.kwargs.get("eta")
+    if eta and scheduler is not None and "eta" in inspect.signature(scheduler.step).parameters:
+        return _noise(f"{type(scheduler).__name__} with eta={eta:g}")
+    return stochastic(scheduler)
+
+
+def _noise(name: str) -> str:
     return f"{name} adds fresh noise at every step, so what was computed at one step fits the next one less well"

@@ -14,7 +14,7 @@ from ..planning.kept import Kept, innovation, keep, read, summed
 from ..planning.key import key_of
 from ..planning.params import Planned
 from ..planning.profile import Profile
-from .checks import stochastic
+from .checks import stochastic, stochastic_call
 from .guided import GuidedStrategy
 
 
@@ -34,21 +34,17 @@ class PlannedStrategy(GuidedStrategy):
         if self.planner is None:
             remedy = "measure one with chitu calibrate --planned FILE, and name it with profile=FILE"
             return Refusal("there is no profile of this model", remedy)
-        refusal = self._unsuited(sites.pipe) or self.planner.profile.unlike(sites) or super().bind(sites, hook_map)
+        noisy = _refused(stochastic(getattr(sites.pipe, "scheduler", None)))
+        refusal = noisy or self.planner.profile.unlike(sites) or super().bind(sites, hook_map)
         if refusal is None:
             self.planner.course(self.planner.profile.key)  # plans before the run, and raises if it cannot
         return refusal
 
-    def _unsuited(self, pipe: Any) -> Refusal | None:
-        scheduler = getattr(pipe, "scheduler", None)
-        noisy = stochastic(scheduler)
-        if noisy is not None:
-            return Refusal(f"{noisy}, and that cannot be planned", "use a scheduler that adds no noise")
-        return self.planner.profile.unlike_scheduler(scheduler) if self.planner is not None else None
-
     def begin(self, generation: Generation) -> None:
         super().begin(generation)
-        refusal = self._unsuited(generation.pipe)  # it may have another scheduler since patching
+        refusal = _refused(stochastic_call(generation))  # the call may ask for noise
+        if refusal is None and self.planner is not None:
+            refusal = self.planner.profile.unlike_scheduler(generation.scheduler)  # another one since patching
         if refusal is not None:
             raise RefusedError(f"{self.name}: {refusal}")
         self.course = None
@@ -110,3 +106,10 @@ class PlannedStrategy(GuidedStrategy):
 
     def report(self) -> dict[str, Any]:
         return {**super().report(), **({"plan": self.course.report()} if self.course is not None else {})}
+
+
+def _refused(noisy: str | None) -> Refusal | None:
+    """`noisy` is what `checks` says of noise that is added."""
+    if noisy is None:
+        return None
+    return Refusal(f"{noisy}, and that cannot be planned", "use a scheduler that adds no noise")
