@@ -54,6 +54,8 @@ class Engine:
         self._denoiser_in = self.having("denoiser_in")
         self._denoiser_out = self.having("denoiser_out")
         self._attention = tuple(feature for feature in self.features if needs_seam(feature, "attention")) or None
+        self._layers: tuple[Any, tuple[Feature, ...]] = (None, ())
+        """Features of the attention seam, as the last call had them, and those of them that have an `attention_layer`."""
         self._skips = any(feature.skips_trunk for feature in self.features)
         self.blocks.plan()
 
@@ -246,7 +248,7 @@ class Engine:
         if self._skips:
             call.signature = branches.signature(call)
             call.spans = self.blocks.spans_of(call)
-        outer = ACTIVE.call, ACTIVE.attention, ACTIVE.layout
+        outer = ACTIVE.call, ACTIVE.attention, ACTIVE.layers, ACTIVE.layout
         ACTIVE.call, ACTIVE.layout = call, None
         call.attention = self._attention
         try:
@@ -255,18 +257,25 @@ class Engine:
                 replacement = feature.denoiser_in(call)
                 if replacement is not None:
                     break
-            ACTIVE.attention = call.attention
+            ACTIVE.attention, ACTIVE.layers = call.attention, self._with_layers(call.attention)
             if replacement is None:
                 call.output = rest(*call.args, **call.kwargs)
             else:
                 call.replaced = True
                 call.output = with_first(self._output_like(call), replacement)
         finally:
-            ACTIVE.call, ACTIVE.attention, ACTIVE.layout = outer
+            ACTIVE.call, ACTIVE.attention, ACTIVE.layers, ACTIVE.layout = outer
         self.blocks.leave(call)
         for feature in reversed(self._denoiser_out):
             feature.denoiser_out(call)
         return call.output
+
+    def _with_layers(self, features: tuple[Feature, ...] | None) -> tuple[Feature, ...]:
+        """Those of `features`, which differ from call to call at most, that have to be asked at every layer."""
+        if self._layers[0] is not features:
+            found = tuple(feature for feature in features or () if overrides(feature, "attention_layer"))
+            self._layers = features, found
+        return self._layers[1]
 
     def _output_like(self, call: Call) -> Any:
         """An output of the form that this call asks for, to put a predicted sample into.

@@ -118,17 +118,17 @@ def _framed(stock: Callable[..., Any], clone: types.FunctionType) -> Callable[..
 
     @functools.wraps(stock)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        features = ACTIVE.attention
-        if features is None:
+        if ACTIVE.attention is None:
             return stock(self, *args, **kwargs)
         image = args[image_at] if 0 <= image_at < len(args) else kwargs.get("hidden_states")
         text = args[text_at] if 0 <= text_at < len(args) else kwargs.get("encoder_hidden_states")
         outer = ACTIVE.frame
         ACTIVE.frame = Frame(image, text, self._chitu_attention.site(args[0] if args else kwargs.get("attn")))
         try:
-            if not torch.compiler.is_compiling():
-                for feature in features:
-                    found = feature.attention_layer(ACTIVE.frame, functools.partial(clone, self, *args, **kwargs))
+            if not torch.compiler.is_compiling() and ACTIVE.layers:
+                rest = functools.partial(clone, self, *args, **kwargs)
+                for feature in ACTIVE.layers:
+                    found = feature.attention_layer(ACTIVE.frame, rest)
                     if found is not None:
                         return found
             return clone(self, *args, **kwargs)

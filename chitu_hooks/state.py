@@ -32,6 +32,8 @@ class Active(threading.local):
         self.call: Call | None = None
         self.attention: tuple[Feature, ...] | None = None
         """The features of the attention seam, read by traced code: None outside a hooked denoiser."""
+        self.layers: tuple[Feature, ...] = ()
+        """Those of them that have an `attention_layer`; traced code does not read it."""
         self.frame: Any = None
         """The processor call that is underway, see `attention.Frame`."""
         self.layout: Any = None

@@ -13,7 +13,7 @@ from probes import Keep, Scale, Watch
 from tiny import ALL, build, run
 from torch import nn
 
-from chitu_hooks import patch
+from chitu_hooks import Feature, patch
 
 STEPS = 5
 WATCHED: tuple[tuple[Any, str], ...] = (
@@ -72,6 +72,24 @@ def test_steps_search_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     for hooked in (first, second):
         # A skipped block makes fewer calls than the stock one; none makes more.
         assert not hooked - stock, f"the hooked run does more: {hooked - stock}"
+
+
+def test_layers_ask_only_features_that_replace_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Layers(Feature):
+        def attention_layer(self, frame: Any, rest: Any) -> None:
+            asked.append(frame.site.path)
+
+    monkeypatch.setattr(Feature, "attention_layer", lambda *_: asked.append("in vain"))
+    pipe, watch = build("flux"), Watch()
+    with patch(pipe, [watch, Scale()]) as handle:
+        run("flux", pipe, STEPS)
+        assert watch.counts["attention"] and not asked
+        with handle.also(Layers()):
+            run("flux", pipe, 1)
+        layers = [site.path for site in handle.sites.attention]
+        assert asked == layers * ALL["flux"].branches
 
 
 def test_the_counter_counts(monkeypatch: pytest.MonkeyPatch) -> None:

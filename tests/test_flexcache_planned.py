@@ -374,7 +374,10 @@ def test_the_guard_keeps_to_its_room_and_repeats_itself(guard: int, profiles: di
     assert len(computed) != 3 and abs(len(computed) - 3) <= guard == len(plan["changes"])
 
 
-def test_the_guard_leaves_out_a_step_where_predictions_hardly_change(profiles: dict[str, str]) -> None:
+@pytest.mark.parametrize(("longest", "computes"), [(None, 4), (1, 6)])
+def test_the_guard_leaves_out_a_step_where_predictions_hardly_change(
+    longest: int | None, computes: int, profiles: dict[str, str]
+) -> None:
     pipe, log = build("flux"), Log()
     stock = pipe.transformer.forward
     first: list[Any] = []
@@ -386,10 +389,17 @@ def test_the_guard_leaves_out_a_step_where_predictions_hardly_change(profiles: d
         return (first[0] * (1 + 1e-4 * torch.rand(1, generator=noise(len(log.calls)))),)
 
     pipe.transformer.forward = forward
-    with patch(pipe, cache=Planned(profile=profiles["flux"], budget=0.6, guard=2), features=(log,)) as handle:
+    params = Planned(profile=profiles["flux"], budget=0.6, guard=2, max_consecutive=longest)
+    with patch(pipe, cache=params, features=(log,)) as handle:
         run("flux", pipe, STEPS)
         plan = next(f for f in handle.report().features if f["name"] == "planned")["plan"]
-    assert len(log.computed()) == 4 and all("left out" in move for move in plan["changes"])
+    assert len(log.computed()) == computes and all("left out" in move for move in plan["changes"])
+
+
+def test_a_profile_of_predictions_that_do_not_change_foretells_from_other_budgets(profiles: dict[str, str]) -> None:
+    profile = Profile.load(profiles["flux"])
+    same = replace(profile, checks=(replace(profile.checks[0], predicted=0.0), *profile.checks[1:]))
+    assert same.psnr(0.01) is not None and 0 < same.error(0.01) < 1
 
 
 # -- other pipelines ----------------------------------------------------------------------------------------------------

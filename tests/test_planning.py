@@ -25,6 +25,7 @@ from chitu_diffusion.flexcache.planning import (
     weights,
 )
 from chitu_diffusion.flexcache.planning.combine import matrix
+from chitu_diffusion.flexcache.planning.course import Course
 
 PLAIN = Setting(growth=0.0, response=0.0)
 SETTINGS = [
@@ -156,6 +157,17 @@ def test_what_is_left_from_before_a_gap_is_undone_or_not() -> None:
 def matrix_error(tables: Tables, found: Plan, until: int) -> np.ndarray:
     """Error of the latent before step `until`, as coefficients of the velocities."""
     return (tables.deltas[:, None] * (matrix(found, tables.steps) - np.eye(tables.steps)))[:until].sum(0)
+
+
+def test_what_was_given_on_the_way_to_an_added_step_stays(tables: Tables) -> None:
+    """The scheduler has it by then, so what the added step corrects is the error of those weights."""
+    course = Course(tables, Setting(), fitted(tables, (0, 3, 8), Setting()))
+    before = course.plan.weights
+    course.add(6)
+    assert course.plan.steps == (0, 3, 6, 8)
+    assert all(course.given(at) == before[at] for at in (1, 2, 3, 4, 5)) and course.given(7) != before[7]
+    afresh = fitted(tables, (0, 3, 6, 8), Setting())
+    assert course.given(4) != afresh.weights[4] and course.given(6) != afresh.weights[6]
 
 
 def test_weights_sum_to_one_and_read_only_what_was_computed(tables: Tables) -> None:

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import torch
-
 from chitu_hooks import StepCall
 
 START = {"exact": None, "rounded": None, "dtype": None}
 """What `enter` and `leave` keep in the state that they are given."""
 
 
-def enter(step: StepCall, state: SimpleNamespace, keep: bool, dtype: torch.dtype) -> None:
+def enter(step: StepCall, state: SimpleNamespace, keep: bool) -> None:
     """Before ``scheduler.step``: go on from the exact latent if the pipeline hands back its rounded one untouched.
 
     Args:
         step: the step.
         state: has the names of `START`, for the generation.
         keep: whether the latent that comes out is to be kept; then the scheduler is made to compute it in float32.
-        dtype: of the latent that the pipeline is to get back then.
     """
+    state.dtype = (
+        step.sample.dtype if keep else None
+    )  # the pipeline's own: some keep float32 beside a denoiser in 16 bits
     if state.exact is not None and step.sample is state.rounded:
         step.sample = state.exact
     state.exact = state.rounded = None
-    state.dtype = dtype if keep else None
     if keep:
         step.model_output = step.model_output.float()
 

@@ -18,7 +18,8 @@ import numpy as np
 from .gram import Array, Tables
 from .predict import METHODS, RIDGE, line, slopes
 
-Weights = dict[int, tuple[tuple[int, float], ...]]
+Pairs = tuple[tuple[int, float], ...]
+Weights = dict[int, Pairs]
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,16 @@ class Plan:
         )
 
 
-def fitted(tables: Tables, steps: Sequence[int], setting: Setting = DEFAULT) -> Plan:
+def fitted(
+    tables: Tables, steps: Sequence[int], setting: Setting = DEFAULT, given: Mapping[int, Pairs] | None = None
+) -> Plan:
     """The plan that computes `steps`, with the weights of `setting`.
+
+    Args:
+        tables: of the calibration.
+        steps: computed ones, from 0 on.
+        setting: how weights are fitted.
+        given: weights of positions that are over, which stay as they are.
 
     Raises:
         ValueError: the steps do not rise from 0 and stay below N.
@@ -103,7 +112,7 @@ def fitted(tables: Tables, steps: Sequence[int], setting: Setting = DEFAULT) -> 
     steps, total = tuple(steps), tables.steps
     if not steps or steps[0] != 0 or list(steps) != sorted(set(steps)) or steps[-1] >= total:
         raise ValueError(f"steps have to rise from 0 and stay below {total}, got {steps}")
-    fit = _Fit(tables, setting)
+    fit = _Fit(tables, setting, given or {})
     for number, (here, following) in enumerate(zip(steps, (*steps[1:], total))):
         history = steps[max(0, number - setting.memory) : number][::-1]
         fit.computed(here, history, corrects=setting.correct and bool(history) and here - history[0] > 1)
@@ -115,8 +124,8 @@ def fitted(tables: Tables, steps: Sequence[int], setting: Setting = DEFAULT) -> 
 class _Fit:
     """The weights so far, and the error of the latent that they leave, as coefficients of the velocities of the full run."""
 
-    def __init__(self, tables: Tables, setting: Setting) -> None:
-        self.tables, self.setting = tables, setting
+    def __init__(self, tables: Tables, setting: Setting, given: Mapping[int, Pairs]) -> None:
+        self.tables, self.setting, self.given = tables, setting, given
         self.full = np.eye(tables.steps)
         self.error = np.zeros(tables.steps)
         self.before = self.error
@@ -166,7 +175,7 @@ class _Fit:
     def _give(self, at: int, here: int, history: Sequence[int], bends: Array) -> None:
         """At step `at` the scheduler is given ``v_here + Σ bends (v_here - v_history)``."""
         pairs = ((here, 1 + float(bends.sum())), *((j, -float(b)) for j, b in zip(history, bends)))
-        self.weights[at] = tuple((j, w) for j, w in pairs if w)
+        self.weights[at] = self.given.get(at) or tuple((j, w) for j, w in pairs if w)
         given = sum(w * self.full[j] for j, w in self.weights[at])
         self.error = self.error + self.tables.deltas[at] * (given - self.full[at])
 

@@ -19,7 +19,7 @@ from .key import Key
 from .params import Planned
 from .predict import weights
 from .profile import Profile
-from .within import Limits, plan_within, plans_within
+from .within import FREE, Limits, plan_within, plans_within
 
 FAR = 3.0
 """From which on an innovation is far from what was calibrated: standard deviations of its logarithm over the samples."""
@@ -37,7 +37,7 @@ class Course:
         setting: how it forecasts.
         plan: as it is now.
         guard: computed steps that it may have more or fewer than planned.
-        always: positions that are never left out.
+        limits: what the guard keeps to, as the plan does.
         expected: in words, what the report says is to be expected.
         notes: in what the run is none of those measured.
     """
@@ -49,7 +49,7 @@ class Course:
         plan: Plan,
         *,
         guard: int = 0,
-        always: frozenset[int] = frozenset(),
+        limits: Limits = FREE,
         expected: Mapping[str, float] | None = None,
         notes: Sequence[str] = (),
     ) -> None:
@@ -57,7 +57,7 @@ class Course:
         self.setting = setting
         self.plan = self.planned = plan
         self.guard = guard
-        self.always = always
+        self.limits = limits
         self.expected = expected or {}
         self.notes = notes
         self.computed = frozenset(plan.steps)
@@ -84,12 +84,14 @@ class Course:
         return tuple(zip(history, found))
 
     def add(self, position: int) -> None:
-        """`position` is computed although it was not planned: what comes after it is forecast from it too."""
-        self._take(self.computed | {position})
+        """`position` is computed although it was not planned: what comes after it is forecast from it too, and what the scheduler
+        was given on the way to it stays as it was."""
+        given = {at: pairs for at, pairs in self.plan.weights.items() if at < position}
+        self._take(self.computed | {position}, given)
         self.moves.append(f"computed step {position}, which could not be skipped")
 
-    def _take(self, steps: Iterable[int]) -> None:
-        self.plan = fitted(self.tables, sorted(steps), self.setting)
+    def _take(self, steps: Iterable[int], given: Mapping[int, Any] | None = None) -> None:
+        self.plan = fitted(self.tables, sorted(steps), self.setting, given)
         self.computed = frozenset(self.plan.steps)
 
     # -- the guard --------------------------------------------------------------------------------------------------
@@ -102,7 +104,9 @@ class Course:
         if found > FAR and spent < self.guard:
             self._move("added", {at: self.computed | {at} for at in rest - self.computed}, position)
         elif found < -FAR and spent > -self.guard:
-            self._move("left out", {at: self.computed - {at} for at in (rest & self.computed) - self.always}, position)
+            fewer = {at: self.computed - {at} for at in rest & self.computed}
+            allowed = {at: steps for at, steps in fewer.items() if self.limits.allow(steps, self.steps)}
+            self._move("left out", allowed, position)
 
     def _move(self, what: str, choices: dict[int, frozenset[int]], position: int) -> None:
         """Take the choice that is foretold to be best; every rank, and every repetition, comes to the same."""
@@ -203,7 +207,7 @@ class Planner:
             made.setting,
             made.plan,
             guard=self.params.guard,
-            always=made.limits.always,
+            limits=made.limits,
             expected=self._expected(made.plan.predicted),
             notes=made.notes,
         )

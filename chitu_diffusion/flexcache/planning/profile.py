@@ -133,14 +133,19 @@ class Profile:
 
     # -- what it foretells ------------------------------------------------------------------------------------------
 
+    @property
+    def _known(self) -> list[Check]:
+        """Budgets to read off from; a model whose predictions do not change foretells 0, of which there is no logarithm."""
+        return [check for check in self.checks if check.predicted > 0]
+
     def psnr(self, predicted: float) -> float | None:
         """The PSNR to expect, in dB, of a plan with this predicted error; None where no pictures were compared."""
-        points = [(check.predicted, float(np.mean(check.psnr))) for check in self.checks if check.psnr]
+        points = [(check.predicted, float(np.mean(check.psnr))) for check in self._known if check.psnr]
         return _read_off(points, predicted, -20.0) if points else None
 
     def error(self, predicted: float) -> float:
         """The relative error of the final latent to expect: a plan foretells it for latents that did not drift meanwhile."""
-        points = [(check.predicted, math.log10(check.error)) for check in self.checks if check.error > 0]
+        points = [(check.predicted, math.log10(check.error)) for check in self._known if check.error > 0]
         return float(10 ** _read_off(points, predicted, 1.0)) if points else predicted
 
 

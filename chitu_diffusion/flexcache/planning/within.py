@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -26,10 +27,19 @@ class Limits:
         """Whether every schedule keeps to them."""
         return self.always <= {0} and self.longest is None
 
+    def allow(self, schedule: Iterable[int], total: int) -> bool:
+        """Whether these computed steps, of a run of `total`, keep to them."""
+        ends = (*sorted(schedule), total)
+        return all(self.spans(start, end) for start, end in pairwise(ends))
+
     def spans(self, start: int, end: int) -> bool:
         """Whether there may be a gap between the computed steps `start` and `end`."""
         inside = range(start + 1, end)
         return (self.longest is None or len(inside) <= self.longest) and self.always.isdisjoint(inside)
+
+
+FREE = Limits()
+"""None but that the first step is computed."""
 
 
 def plan_within(tables: Tables, budget: int, setting: Setting, limits: Limits) -> Plan:

@@ -89,7 +89,7 @@ class GuidedStrategy(Strategy):
         else:
             self.learn_step(step, state)
         keep = step.model_output is not computed or self.skips_next(step)
-        latent.enter(step, state, keep, computed.dtype)
+        latent.enter(step, state, keep)
 
     def step_out(self, step: StepCall) -> None:
         latent.leave(step, step.generation.memory(self))
