@@ -83,8 +83,9 @@ def one_each(table: dict[str, Params]) -> dict[str, Params]:
     return {label: params for label, params in table.items() if label == params.strategy}
 
 
-REFUSED = {"cubic": ("sana", "hidream", "mochi", "hunyuan_dit")}
-"""Strategy -> pipelines that it refuses: no map says which arguments of their blocks have one entry a token."""
+REFUSED = {"cubic": ("sana", "hidream", "mochi", "hunyuan_dit"), "planned": ("hunyuan_dit",)}
+"""Strategy -> pipelines that it refuses: no map says which arguments of their blocks have one entry a token; fresh noise at
+each step."""
 
 
 def allowed(table: dict[str, Params], name: str) -> dict[str, Params]:

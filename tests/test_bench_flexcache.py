@@ -79,7 +79,7 @@ def done(model: Path, inputs: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_every_case_is_measured_and_compared(done: Path) -> None:
     cases = records(done)
-    assert len(cases) == 9
+    assert len(cases) == 10
     failed = {label for label, record in cases.items() if record["error"]}
     assert failed == {"diffusers magcache"}, "a peer that fails is a row that says how"
     assert "`mag_ratios` must be provided" in cases["diffusers magcache"]["error"]
@@ -145,7 +145,7 @@ def test_collect_never_mixes_baselines(done: Path, model: Path, inputs: Path, tm
     names = {path.name for path in (tmp_path / "all").iterdir()}
     assert {"flexcache.json", "flexcache.md", "flexcache_tradeoff.png", "flexcache_sheet.png"} <= names
     data = json.loads((tmp_path / "all" / "flexcache.json").read_text())
-    assert [b["id"] for b in data["baselines"]] == [one, two] and len(data["cases"]) == 11
+    assert [b["id"] for b in data["baselines"]] == [one, two] and len(data["cases"]) == 12
     assert (tmp_path / "all" / "flexcache.md").read_text().count("| baseline |") == 2
     assert "samples" not in json.dumps(data["cases"][0]["quality"])
     again = chitu("bench", "collect", tmp_path / "all" / "flexcache.json", "--output", tmp_path / "again")

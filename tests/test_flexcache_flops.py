@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from caches import ACTS, STEPS, fitting
+from caches import ACTS, STEPS, fitting, ready
 from tiny import build, run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -56,7 +56,7 @@ def counted(name: str, pipe: Any) -> int:
 def test_our_books_are_what_was_done(name: str, label: str) -> None:
     pipe, watcher = build(name, 3), Watcher()
     full = counted(name, pipe)
-    with patch(pipe, cache=fitting(name, ACTS[label], 3)) as handle:
+    with patch(pipe, cache=ready(pipe, fitting(name, ACTS[label], 3))) as handle:
         spent = counted(name, pipe)
         feature = handle.report().features[0]
         with watcher.at(handle.sites.denoisers), handle.also(watcher):
@@ -76,7 +76,7 @@ def test_the_bench_counts_what_other_makers_did(label: str) -> None:
     pipe, watcher = build("flux", 3), Watcher()
     full = counted("flux", pipe)
     case = Case(kind=kind, use=use, params=params, steps=STEPS, family=label)
-    setting = Setting(pipe=pipe, hook_map=None, constants=lambda steps: "")
+    setting = Setting(pipe=pipe, hook_map=None, constants=str, profile=str)
     with KINDS[kind].on(setting, case) as handle:
         spent = counted("flux", pipe)
         with watcher.at(handle.sites.denoisers), handle.also(watcher):

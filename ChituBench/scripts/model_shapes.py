@@ -37,6 +37,11 @@ from chitu_diffusion.runtime.metrics import FlopMeter
 from chitu_hooks import Call, ChituWarning, Feature, Order, StepCall
 
 
+def nothing(steps: int) -> str:
+    """No file of constants: the cases bring theirs."""
+    return ""
+
+
 class Pooled(Shape):
     """A shape whose pipeline takes pooled text embeddings for both branches."""
 
@@ -186,7 +191,7 @@ class Bench:
         missing = KINDS[kind].missing()
         if missing is not None:
             raise RuntimeError(missing)
-        with KINDS[kind].on(Setting(pipe=self.pipe, hook_map=None, constants=lambda steps: ""), case) as handle:
+        with KINDS[kind].on(Setting(pipe=self.pipe, hook_map=None, constants=nothing, profile=nothing), case) as handle:
             yield handle
 
     def call(self, handle: Any) -> tuple[float, list[float], list[bool]]:
