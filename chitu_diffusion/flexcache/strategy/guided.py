@@ -19,7 +19,7 @@ class GuidedStrategy(Strategy):
     """Each branch returns its last output at a skipped step, and the scheduler gets `prediction` in place of what guidance
     makes of those. So rescaling and intervals of guidance act on computed predictions only.
 
-    Inside a gap the latent is kept in float32.
+    From the first gap on the latent is kept in float32.
     """
 
     skips_trunk = False
