@@ -44,6 +44,9 @@ class PlannedStrategy(GuidedStrategy):
         noisy = stochastic(scheduler)
         if noisy is not None:
             return Refusal(f"{noisy}, and that cannot be planned", "use a scheduler that adds no noise")
+        if self.params.guard and getattr(scheduler, "order", 1) > 1:
+            why = f"guard={self.params.guard} compares one prediction a step, and {type(scheduler).__name__} takes several"
+            return Refusal(why, "use guard=0, or a scheduler of order 1")
         return self.planner.profile.unlike_scheduler(scheduler) if self.planner is not None else None
 
     def begin(self, generation: Generation) -> None:
@@ -83,7 +86,7 @@ class PlannedStrategy(GuidedStrategy):
         if course is not None and not course.complete:
             if position not in course.computed:
                 course.add(position)  # a skip was due, and could not be
-            if step.step.stage == 0:
+            if step.generation.order == 1:  # calibration has the mean of several, which cannot be compared
                 self._compare(found, kept, position, state)
         keep(kept, position, found)
         given = course.given(position) if course is not None else None
