@@ -96,7 +96,7 @@ def test_limits_count_real_steps(label: str) -> None:
     assert all(later - earlier <= 3 for earlier, later in itertools.pairwise(computed))
 
 
-@pytest.mark.parametrize("label", ACTS)
+@pytest.mark.parametrize("label", [label for label in ACTS if label != "planned guarded"])  # which refuses
 def test_both_stages_of_an_order_2_step_agree(label: str) -> None:
     pipe, log = build("wan", scheduler=diffusers.FlowMatchHeunDiscreteScheduler()), Log()
     with patch(pipe, cache=ready(pipe, fitting("wan", ACTS[label], 3)), features=(log,)):

@@ -5,16 +5,18 @@ from __future__ import annotations
 import tempfile
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import tiny_text
 import torch
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from ranks import on_ranks
 from torch import nn
 
 from chitu_diffusion import Parallel, patch
 from chitu_diffusion.parallel import share
+from chitu_diffusion.parallel.prompt import Room, _mapped
 from chitu_diffusion.parallel.share import load_once
 from chitu_diffusion.runtime.errors import LoadError
 from chitu_diffusion.runtime.loading import load_pipeline
@@ -75,6 +77,30 @@ def noise_after_a_drawing_encoder() -> float:
     torch.manual_seed(0)
     with patch(pipe, parallel=Parallel(gather=2)):
         got = drawn(pipe, "flux", generator=None)
+    return float((got - expected).abs().max())
+
+
+def noise_after_an_unusual_encoder() -> float:
+    """One that draws from the generator of the call, and calls itself through the pipeline."""
+    pipe = tiny_text.text("flux")
+    stock, within = pipe.encode_prompt, []
+
+    def encode(*args: Any, **kwargs: Any) -> Any:
+        if not within:
+            within.append(True)
+            try:
+                return pipe.encode_prompt(*args, **kwargs)
+            finally:
+                within.clear()
+        torch.rand(3, generator=generator)
+        return stock(*args, **kwargs)
+
+    pipe.encode_prompt = encode
+    generator = torch.Generator().manual_seed(0)
+    expected = drawn(pipe, "flux", generator=generator)
+    generator.manual_seed(0)
+    with patch(pipe, parallel=Parallel(gather=2)):
+        got = drawn(pipe, "flux", generator=generator)
     return float((got - expected).abs().max())
 
 
@@ -153,6 +179,7 @@ def work(rank: int, folders: dict[str, str]) -> dict[str, Any]:
     share.PATIENCE = timedelta(seconds=60)  # a rank that fails here is not ended by a launcher
     found: dict[str, Any] = {name: encoded_once(name) for name in NAMES}
     found["noise"] = noise_after_a_drawing_encoder()
+    found["unusual"] = noise_after_an_unusual_encoder()
     found["broken"] = encoder_that_fails()
     found["read"] = {name: read_once(rank, folder, name) for name, folder in folders.items()}
     found["load fails"] = load_that_fails(rank)
@@ -183,6 +210,24 @@ def test_the_first_rank_encodes_for_all(pair: list[dict[str, Any]], name: str) -
 def test_random_numbers_go_on_as_in_one_process(pair: list[dict[str, Any]]) -> None:
     for rank in pair:
         assert rank["noise"] < 1e-5
+        assert rank["unusual"] < 1e-5
+
+
+class Pair(NamedTuple):
+    text: Any
+    pooled: Any
+
+
+def test_what_an_encoder_returns_keeps_its_form() -> None:
+    one, two = torch.ones(2), torch.zeros(3)
+    given = [None, Pair(one, (two, "word")), {"a": [one], 3: two}, Transformer2DModelOutput(sample=one)]
+    form = _mapped(given, lambda value: Room(value.shape, value.dtype) if isinstance(value, torch.Tensor) else value)
+    assert form[1] == Pair(Room(one.shape, one.dtype), (Room(two.shape, two.dtype), "word"))
+    back = _mapped(form, lambda value: torch.full(value.shape, 7.0) if isinstance(value, Room) else value)
+    assert back[0] is None and type(back[1]) is Pair and back[1].pooled[0].shape == (3,)
+    assert (
+        set(back[2]) == {"a", 3} and type(back[3]) is Transformer2DModelOutput and torch.equal(back[3].sample, 7 * one)
+    )
 
 
 def test_an_encoder_that_fails_ends_the_call_on_every_rank_and_the_next_works(pair: list[dict[str, Any]]) -> None:

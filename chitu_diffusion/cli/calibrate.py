@@ -58,6 +58,10 @@ def calibrate(
     if output is None and planned is None:
         raise UserError("nothing to write: name a file with --output, --planned or both")
     file, profile = _new_file("--output", output), _new_file("--planned", planned)
+    if profile is not None and profile.suffix != ".safetensors":
+        raise UserError(f"--planned {planned!r}: the name of a profile ends in .safetensors")
+    if file is not None and file == profile:
+        raise UserError(f"--output and --planned are both {output!r}; name two files")
     o.need_diffusers()
     from chitu_diffusion.runtime import DiffusionTask
 

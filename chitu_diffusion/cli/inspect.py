@@ -49,6 +49,9 @@ def inspect(
     of it: then what an inferred map says is seen in that call and not read from the source.
     """
     if model is not None and model.endswith(".safetensors"):
+        if write is not None or hook_map is not None:
+            option = "--hook-map" if write is None else "--write"
+            raise UserError(f"{option} is for a model, and {model!r} is a profile of the planned cache; leave it out")
         _show_profile(model, json_)
         return
     if write is not None and Path(write).exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,7 @@ def calibrate(
         numbers.
 
     Raises:
-        PatchError: no prompts, or too few for a profile, or no folder for a file, or the handle has a cache on.
+        PatchError: no prompts, or too few for a profile, or the handle has a cache on, or a file cannot be written.
     """
     skipping = [feature.name for feature in handle.features if feature.skips_trunk or feature.order == Order.CACHE]
     if skipping:
@@ -141,8 +142,7 @@ def calibrate(
     if isinstance(prompts, str) or not prompts:
         raise PatchError("calibrate takes a list of at least one prompt")
     for file in (path, planned):
-        if file is not None and not (folder := Path(file).expanduser().parent).is_dir():
-            raise PatchError(f"calibrate cannot write {str(file)!r}: there is no folder {str(folder)!r}; make it first")
+        _check_folder(file)
     watch, changes = Magnitudes(), Changes()
     constants: tuple[Feature, ...] = (watch, changes) if path is not None or planned is None else ()
     calls = Calls(prompts, arguments)
@@ -171,6 +171,21 @@ def calibrate(
         profile.save(planned)
         result["planned"] = told(profile)
     return result
+
+
+def _check_folder(file: str | Path | None) -> None:
+    """Before hours of calculation: that there can be a new file there.
+
+    Raises:
+        PatchError: there is no such folder, or nothing can be written in it.
+    """
+    if file is None:
+        return
+    folder = Path(file).expanduser().parent
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise PatchError(f"calibrate cannot write {str(file)!r}: {folder}: {error.strerror}") from None
 
 
 def _mean(runs: Sequence[Mapping[int, Sequence[float]]]) -> list[list[float]]:

@@ -70,7 +70,7 @@ class MeanCache(Scheduled):
     """Compute the given steps; between them give the scheduler the mean velocity over the gap, and run nothing.
 
     MeanCache, https://arxiv.org/abs/2601.19961, on the guided prediction. With ``window=1`` the last prediction is held, which
-    for an Euler flow scheduler is one larger step. Inside a gap the latent is kept in float32.
+    for an Euler flow scheduler is one larger step. From the first gap on the latent is kept in float32.
     """
 
     strategy: ClassVar[str] = "meancache"

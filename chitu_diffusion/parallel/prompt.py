@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chitu_hooks import Feature, Generation, GenerationError, Order
-from chitu_hooks.call import map_tensors
 from chitu_hooks.clock import instance_wrapper
 
-from .agree import global_states, set_global_states
+from .agree import generators_of, global_states, set_global_states
 from .mesh import Mesh
 
 METHOD = "encode_prompt"
@@ -31,8 +30,8 @@ class Room(NamedTuple):
 class PromptOnce(Feature):
     """``pipe.encode_prompt`` on the first rank of `mesh.replica` alone.
 
-    The ranks were asked for the same (`Agreement`), so they call it equally often. If it draws random numbers, the others
-    go on from the state that the first rank is left in, as one process would.
+    The ranks were asked for the same (`Agreement`), so they call it equally often. If it draws random numbers, from torch's
+    generators or from those of the call, the others go on from the state that the first rank is left in, as one process would.
     """
 
     name = "prompt once"
@@ -49,40 +48,48 @@ class PromptOnce(Feature):
             generation.note(f"{self.name}: {type(pipe).__name__} has no {METHOD}, so every rank encodes the prompt")
             return
 
+        generators = list(generators_of((generation.args, generation.kwargs)))
+        inside = False
+
         def encode(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-            if not generation.running_here:
+            nonlocal inside
+            if inside or not generation.running_here:  # one that calls itself is one call to the others
                 return wrapped(*args, **kwargs)
-            if self.axis.index == 0:
-                return self._encode(wrapped, args, kwargs)
-            return self._receive(pipe)
+            if self.axis.index != 0:
+                return self._receive(pipe, generators)
+            inside = True
+            try:
+                return self._encode(lambda: wrapped(*args, **kwargs), generators)
+            finally:
+                inside = False
 
         hooks = generation.memory(self).hooks = contextlib.ExitStack()
         hooks.enter_context(instance_wrapper(pipe, METHOD, encode))
 
-    def _encode(self, wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        before = global_states()
+    def _encode(self, wrapped: Callable[[], Any], generators: list[torch.Generator]) -> Any:
+        before, tensors = _states(generators), []
+
+        def room(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not self._goes_alone(value):
+                return value
+            tensors.append(value)
+            return Room(value.shape, value.dtype)
+
         try:
-            found = wrapped(*args, **kwargs)
+            found = wrapped()
+            form = _mapped(found, room)
         except BaseException as error:
             self._broadcast_objects([f"{type(error).__name__}: {error}", None, None])
             raise
         self.encoded += 1
-        after = global_states()
+        after = _states(generators)
         drew = any(not torch.equal(a, b) for a, b in zip(before, after))
-        tensors: list[Tensor] = []
-
-        def room(tensor: Tensor) -> Any:
-            if not self._goes_alone(tensor):
-                return tensor
-            tensors.append(tensor)
-            return Room(tensor.shape, tensor.dtype)
-
-        self._broadcast_objects([None, map_tensors(found, room), after if drew else None])
+        self._broadcast_objects([None, form, after if drew else None])
         for tensor in tensors:
             self._broadcast(tensor.contiguous())
         return found
 
-    def _receive(self, pipe: Any) -> Any:
+    def _receive(self, pipe: Any, generators: list[torch.Generator]) -> Any:
         """Raises:
         GenerationError: the first rank could not encode.
         """
@@ -92,17 +99,17 @@ class PromptOnce(Feature):
         device = pipe._execution_device
         self.received += 1
         if states is not None:
-            set_global_states(states)
-        return self._filled(form, device)
+            own = len(states) - len(generators)
+            set_global_states(states[:own])
+            for generator, state in zip(generators, states[own:]):
+                generator.set_state(state)
 
-    def _filled(self, form: Any, device: torch.device) -> Any:
-        if isinstance(form, Room):
-            return self._broadcast(torch.empty(form.shape, dtype=form.dtype, device=device))
-        if isinstance(form, (list, tuple)):
-            return type(form)(self._filled(item, device) for item in form)
-        if isinstance(form, dict):
-            return {name: self._filled(item, device) for name, item in form.items()}
-        return form
+        def filled(value: Any) -> Any:
+            if not isinstance(value, Room):
+                return value
+            return self._broadcast(torch.empty(value.shape, dtype=value.dtype, device=device))
+
+        return _mapped(form, filled)
 
     def _goes_alone(self, tensor: Tensor) -> bool:
         """Not within the pickled message: NCCL sends what is on a GPU, gloo also what is on the host."""
@@ -123,3 +130,20 @@ class PromptOnce(Feature):
 
     def report(self) -> dict[str, Any]:
         return {"encoded here": self.encoded, "received": self.received}
+
+
+def _states(generators: list[torch.Generator]) -> list[Tensor]:
+    return [*global_states(), *(generator.get_state() for generator in generators)]
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """`value` with `function` applied to all that its tuples, lists and dicts hold; what these are, named ones too, is kept."""
+    if isinstance(value, Room):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        items = [_mapped(item, function) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        named = {key: _mapped(item, function) for key, item in value.items()}
+        return named if type(value) is dict else type(value)(**named)
+    return function(value)

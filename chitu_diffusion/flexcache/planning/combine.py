@@ -133,9 +133,9 @@ class _Fit:
 
     def computed(self, here: int, history: Sequence[int], corrects: bool) -> None:
         """Step `here` is computed; with `corrects`, what the gap before it lacked is added."""
-        if not corrects:
-            return
         delta = self.tables.deltas[here]
+        if not corrects or not delta:
+            return
         if self.setting.method == "ridge":
             aim = (1 - self.setting.undo) * self.before - self.error
             bends = self._fit(here, history, aim[None] / delta)[0]
@@ -150,7 +150,8 @@ class _Fit:
         if not len(inside):
             return
         if self.setting.method == "ridge":
-            left = self.setting.undo * self.error / self.tables.deltas[inside].sum()
+            way = self.tables.deltas[inside].sum()  # none where a scheduler takes one timestep twice
+            left = self.setting.undo * self.error / way if way else 0.0
             rows = self._fit(here, history, self.full[inside] - self.full[here] - left)
         else:
             rows = np.zeros((len(inside), len(history)))

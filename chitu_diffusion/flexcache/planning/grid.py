@@ -74,6 +74,11 @@ def prediction_of(scheduler: Any) -> str:
     return "flow" if flow or kind.startswith("flow") else kind or "epsilon"
 
 
+def has_noise_levels(scheduler: Any) -> bool:
+    """Whether `grid_of` can tell where in the noise this scheduler's positions are."""
+    return hasattr(scheduler, "sigmas") or hasattr(scheduler, "alphas_cumprod")
+
+
 def _sigmas(scheduler: Any) -> list[float]:
     """One for each evaluation, and the last one."""
     sigmas = getattr(scheduler, "sigmas", None)

@@ -31,16 +31,25 @@ def profile_of(handle: Handle, runs: list[Run], latents: list[torch.Tensor]) -> 
     Raises:
         PatchError: there are none, they are not all of one kind, or a prediction is not finite.
     """
-    if not runs:
+    if not latents:
         raise PatchError("planned: the pipeline took no step of its scheduler, so there is nothing to plan")
+    if len(runs) != len(latents):
+        raise PatchError(
+            f"planned: {len(latents) - len(runs)} of {len(latents)} calls ended before the last of their steps; calibrate with "
+            "calls that are not interrupted"
+        )
     key = runs[0].key
+    if key.grid.steps < 2:
+        raise PatchError("planned: runs of 1 step leave nothing to plan; calibrate with 2 steps or more")
     for run in runs[1:]:
         others = [*key.unlike(run.key), *run.key.unlike(key)]
         if others:
             raise PatchError(f"planned: the calls of a calibration are to be alike, and {others[0]}")
     gram = np.concatenate([run.gram for run in runs])
-    if not np.isfinite(gram).all():
-        raise PatchError("planned: some prediction is not finite, so nothing can be planned")
+    lengths = np.einsum("pii->pi", gram)
+    if not np.isfinite(gram).all() or not (lengths > 0).all():
+        what = "zero throughout" if np.isfinite(gram).all() else "not finite"
+        raise PatchError(f"planned: some prediction is {what}, so nothing can be planned")
     versions = {name: importlib.metadata.version(name) for name in ("torch", "diffusers")}
     final = torch.cat([latent.double().square().flatten(1).mean(1) for latent in latents])
     tables = Tables(np.asarray(key.grid.times), gram, final.numpy())

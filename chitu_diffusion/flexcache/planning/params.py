@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,6 +42,10 @@ class Planned(Params):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.profile, os.PathLike):
+            object.__setattr__(self, "profile", os.fspath(self.profile))
+        if self.profile is not None and not (isinstance(self.profile, str) and self.profile):
+            raise PatchError(f"planned: profile is the path of a file, not {self.profile!r}")
         given = [name for name in AIMS if getattr(self, name) is not None]
         if len(given) != 1:
             got = " and ".join(given) or "none"

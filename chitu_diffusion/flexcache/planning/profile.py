@@ -38,6 +38,10 @@ class Check:
     psnr: tuple[float, ...]
     """Of each picture to the full run, in dB; empty where the calls returned no pictures."""
 
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        return self.computed, self.predicted, self.error, *self.psnr
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -49,6 +53,22 @@ class Profile:
     tables: Tables
     checks: tuple[Check, ...] = ()
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises:
+        ValueError: the parts do not go together, or hold what calibration never writes.
+        """
+        grid, tables = self.key.grid, self.tables
+        if len(grid.sigmas) != tables.steps + 1 or not np.allclose(grid.times, tables.sigmas, rtol=1e-6, atol=1e-9):
+            raise ValueError("the sigmas are not those of the tables")
+        gram = tables.gram
+        if not np.allclose(gram, gram.transpose(0, 2, 1)) or not (np.einsum("pii->pi", gram) > 0).all():
+            raise ValueError("the products of the predictions are not those of vectors with a length")
+        if not (tables.scale > 0).all():
+            raise ValueError("the latents have no length")
+        numbers = [*self.key.guidance.values(), *(n for check in self.checks for n in check.numbers)]
+        if not all(math.isfinite(number) for number in numbers):
+            raise ValueError("a number is not finite")
 
     # -- the file ---------------------------------------------------------------------------------------------------
 
@@ -81,13 +101,13 @@ class Profile:
             with safetensors.safe_open(file, framework="np") as opened:
                 head = json.loads((opened.metadata() or {})["chitu"])
             if head["format"] != FORMAT:
-                raise PatchError(f"planned: {str(path)!r} has format {head['format']}, not {FORMAT}; calibrate again")
+                raise PatchError(f"planned: {str(path)!r} has format {head['format']!r}, not {FORMAT}; calibrate again")
             key = head["key"]
             key["grid"]["sigmas"] = tuple(key["grid"]["sigmas"])
             checks = tuple(Check(**{**check, "psnr": tuple(check["psnr"])}) for check in head["checks"])
             found = Key(Grid(**key["grid"]), tuple(key["size"]), key["branches"], key["guidance"])
             return cls(head["model"], found, Tables(**load_file(file)), checks, head["versions"])
-        except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+        except (safetensors.SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise PatchError(
                 f"planned: {str(path)!r} is truncated or no profile ({type(error).__name__}); chitu calibrate --planned writes one"
             ) from error

@@ -12,6 +12,7 @@ import torch
 from chitu_hooks import Feature, Generation, HookMap, Order, Refusal, RefusedError, Sites, StepCall
 
 from ..strategy.checks import stochastic, stochastic_call
+from .grid import has_noise_levels
 from .key import Key, key_of
 
 CHUNK = 1 << 18
@@ -40,8 +41,14 @@ class Velocities(Feature):
         self.runs: list[Run] = []
 
     def bind(self, sites: Sites, hook_map: HookMap) -> Refusal | None:
-        noisy = stochastic(getattr(sites.pipe, "scheduler", None))
-        return Refusal(noisy, "calibrate with a scheduler that adds no noise") if noisy is not None else None
+        scheduler = getattr(sites.pipe, "scheduler", None)
+        noisy = stochastic(scheduler)
+        if noisy is not None:
+            return Refusal(noisy, "calibrate with a scheduler that adds no noise")
+        if scheduler is None or not has_noise_levels(scheduler):
+            what = "the pipeline has no scheduler" if scheduler is None else f"{type(scheduler).__name__} has no sigmas"
+            return Refusal(f"{what}, so what a step is worth is not known", "calibrate with another scheduler")
+        return None
 
     def begin(self, generation: Generation) -> None:
         """Raises:

@@ -96,5 +96,15 @@ def stochastic_call(generation: Generation) -> str | None:
     return stochastic(scheduler)
 
 
+def unplannable(scheduler: Any, noisy: str | None, guard: int) -> Refusal | None:
+    """A scheduler that no plan can be made for; `noisy` is what is said of the noise that it adds."""
+    if noisy is not None:
+        return Refusal(f"{noisy}, and that cannot be planned", "use a scheduler that adds no noise")
+    if guard and getattr(scheduler, "order", 1) > 1:
+        why = f"guard={guard} compares one prediction a step, and {type(scheduler).__name__} takes several"
+        return Refusal(why, "use guard=0, or a scheduler of order 1")
+    return None
+
+
 def _noise(name: str) -> str:
     return f"{name} adds fresh noise at every step, so what was computed at one step fits the next one less well"

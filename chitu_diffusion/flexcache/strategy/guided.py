@@ -19,7 +19,7 @@ class GuidedStrategy(Strategy):
     """Each branch returns its last output at a skipped step, and the scheduler gets `prediction` in place of what guidance
     makes of those. So rescaling and intervals of guidance act on computed predictions only.
 
-    Inside a gap the latent is kept in float32.
+    From the first gap on the latent is kept in float32.
     """
 
     skips_trunk = False
@@ -89,7 +89,7 @@ class GuidedStrategy(Strategy):
         else:
             self.learn_step(step, state)
         keep = step.model_output is not computed or self.skips_next(step)
-        latent.enter(step, state, keep)
+        latent.enter(step, state, keep, computed.dtype)
 
     def step_out(self, step: StepCall) -> None:
         latent.leave(step, step.generation.memory(self))

@@ -14,7 +14,7 @@ from ..planning.kept import Kept, innovation, keep, read, summed
 from ..planning.key import key_of
 from ..planning.params import Planned
 from ..planning.profile import Profile
-from .checks import stochastic, stochastic_call
+from .checks import stochastic, stochastic_call, unplannable
 from .guided import GuidedStrategy
 
 
@@ -34,15 +34,17 @@ class PlannedStrategy(GuidedStrategy):
         if self.planner is None:
             remedy = "measure one with chitu calibrate --planned FILE, and name it with profile=FILE"
             return Refusal("there is no profile of this model", remedy)
-        noisy = _refused(stochastic(getattr(sites.pipe, "scheduler", None)))
-        refusal = noisy or self.planner.profile.unlike(sites) or super().bind(sites, hook_map)
+        scheduler = getattr(sites.pipe, "scheduler", None)
+        unsuited = unplannable(scheduler, stochastic(scheduler), self.params.guard)
+        refusal = unsuited or self.planner.profile.unlike(sites) or super().bind(sites, hook_map)
         if refusal is None:
             self.planner.course(self.planner.profile.key)  # plans before the run, and raises if it cannot
         return refusal
 
     def begin(self, generation: Generation) -> None:
         super().begin(generation)
-        refusal = _refused(stochastic_call(generation))  # the call may ask for noise
+        noisy = stochastic_call(generation)  # the call may ask for it
+        refusal = unplannable(generation.scheduler, noisy, self.params.guard)
         if refusal is None and self.planner is not None:
             refusal = self.planner.profile.unlike_scheduler(generation.scheduler)  # another one since patching
         if refusal is not None:
@@ -79,7 +81,7 @@ class PlannedStrategy(GuidedStrategy):
         if course is not None and not course.complete:
             if position not in course.computed:
                 course.add(position)  # a skip was due, and could not be
-            if step.step.stage == 0:
+            if step.generation.order == 1:  # calibration has the mean of several, which cannot be compared
                 self._compare(found, kept, position, state)
         keep(kept, position, found)
         given = course.given(position) if course is not None else None
@@ -106,10 +108,3 @@ class PlannedStrategy(GuidedStrategy):
 
     def report(self) -> dict[str, Any]:
         return {**super().report(), **({"plan": self.course.report()} if self.course is not None else {})}
-
-
-def _refused(noisy: str | None) -> Refusal | None:
-    """`noisy` is what `checks` says of noise that is added."""
-    if noisy is None:
-        return None
-    return Refusal(f"{noisy}, and that cannot be planned", "use a scheduler that adds no noise")
