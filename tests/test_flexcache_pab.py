@@ -80,3 +80,20 @@ def test_a_processor_with_weights_runs() -> None:
     assert calls(ran, "to_k_ip") == calls(ran, "x_embedder")
     assert max(calls(ran, "single_transformer_blocks.0.attn.to_q")) < max(ran.values())
     assert not torch.equal(result, stock)
+
+
+@pytest.mark.parametrize("kinds", ["all", "self"])
+def test_a_layer_that_is_called_twice_keeps_both_outputs(kinds: str) -> None:
+    """Blocks that take frames window by window do that. Two copies of the layer say what is right."""
+    found = []
+    for shared in (True, False):
+        pipe = build("flux")
+        first, second = pipe.transformer.transformer_blocks
+        if shared:
+            second.attn = first.attn
+        else:
+            second.attn.load_state_dict(first.attn.state_dict())
+        with patch(pipe, cache=PAB(interval=3, kinds=kinds)) as handle:
+            found.append(run("flux", pipe, STEPS))
+            assert handle.report().features[0]["hits"] > 0
+    assert torch.equal(*found)

@@ -45,14 +45,23 @@ def has_parts(site: AttentionSite) -> bool:
 
 
 def outputs() -> dict[Any, Any]:
-    """Of the branch of the denoiser call underway: number of the layer and of the call within it -> output (B, S, H, D), and
-    path of the layer -> what its processor returned."""
+    """Of the branch of the denoiser call underway: `turn` of the layer's number and of the call within it -> output (B, S, H, D),
+    and `turn` of the layer's path -> what its processor returned."""
     call = ACTIVE.call
     assert call is not None
     return call.branch.memory.spaces[NAME].outputs
 
 
-def work() -> dict[tuple[int, int], int]:
+def turn(place: Any) -> tuple[Any, int]:
+    """`place`, and how often it came before in the denoiser call underway: some blocks call a layer for each window of frames."""
+    call = ACTIVE.call
+    assert call is not None
+    turns = call.branch.memory.spaces[NAME].turns
+    turns[place] += 1
+    return place, turns[place] - 1
+
+
+def work() -> dict[Any, int]:
     """The same -> FLOPs of the attention."""
     call = ACTIVE.call
     assert call is not None
@@ -65,7 +74,7 @@ def keep(layer: torch.Tensor, part: int, out_BSHD: torch.Tensor, pairs: int) -> 
 
     It declares to write to `layer`, which it does not, so that it is not optimised away.
     """
-    place = int(layer), part
+    place = turn((int(layer), part))
     outputs()[place] = out_BSHD.clone()
     batch, _, heads, dim = out_BSHD.shape
     work()[place] = 4 * batch * heads * pairs * dim
@@ -80,7 +89,7 @@ def _keep(layer: torch.Tensor, part: int, out_BSHD: torch.Tensor, pairs: int) ->
 def recall(layer: torch.Tensor, part: int, like: torch.Tensor, shape: list[int]) -> torch.Tensor:
     """What call `part` of `layer` returned when it was last kept, (B, S, H, D), of the dtype and on the device of `like`."""
     call: Any = ACTIVE.call
-    place = int(layer), part
+    place = turn((int(layer), part))
     call.generation.saved_flops += work()[place]
     return outputs()[place].clone()
 
@@ -100,7 +109,7 @@ class Recall(Feature):
         self.kinds = kinds
 
     def attention_layer(self, frame: Frame, rest: Callable[[], Any]) -> Any | None:
-        kept = None if frame.site is None else outputs().get(frame.site.path)
+        kept = None if frame.site is None else outputs().get(turn(frame.site.path))
         if kept is None or frame.site is None:
             return None
         call: Any = ACTIVE.call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ from chitu_hooks.call import map_tensors
 from chitu_hooks.sites import AttentionSite
 from chitu_hooks.state import ACTIVE
 
-from ..kept import Recall, has_parts, keep, only_attends, outputs
+from ..kept import Recall, has_parts, keep, only_attends, outputs, turn
 from ..params import PAB
 from .base import Strategy
 
@@ -34,7 +35,7 @@ class PABStrategy(Strategy):
     params: PAB
     decides = "nowhere else"
     skips_trunk = False
-    start: ClassVar[dict[str, Any]] = {"outputs": None, "work": None, "signature": None}
+    start: ClassVar[dict[str, Any]] = {"outputs": None, "work": None, "turns": None, "signature": None}
 
     def __init__(self, params: PAB) -> None:
         super().__init__(params)
@@ -56,6 +57,7 @@ class PABStrategy(Strategy):
         memory = self.memory(call.branch)
         if memory.outputs is None:
             memory.outputs, memory.work = {}, {}
+        memory.turns = Counter()
         if self.decide(call):
             self.ledger.reused += 1
             call.attention = self._reuse(call.attention or ())
@@ -70,7 +72,7 @@ class PABStrategy(Strategy):
         if not self._keeps_whole(frame.site):
             return None
         result = rest()
-        outputs()[frame.site.path] = map_tensors(result, torch.Tensor.clone)  # type: ignore[union-attr]
+        outputs()[turn(frame.site.path)] = map_tensors(result, torch.Tensor.clone)  # type: ignore[union-attr]
         return result
 
     def _keeps_whole(self, site: AttentionSite | None) -> bool:
