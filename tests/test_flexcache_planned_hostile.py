@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from caches import STEPS, Log
+from planned import calibrated, calls
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from test_flexcache_planned import calibrated, calls
 from tiny import build, call_arguments
 
 from chitu_diffusion import Planned, patch
