@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import signal
 import sys
@@ -31,6 +30,7 @@ def _again(ignored: Any) -> None:
         number = signal.SIGTERM
     else:
         return sys.__unraisablehook__(ignored)
-    timer = threading.Timer(LATER, _thread.interrupt_main, (number,))
+    main = threading.main_thread().ident  # the signal itself, so that a sleep or a wait of that thread ends
+    timer = threading.Timer(LATER, signal.pthread_kill, (main, number))
     timer.daemon = True
     timer.start()
