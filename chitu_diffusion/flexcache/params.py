@@ -188,7 +188,7 @@ class TaylorSeer(Params):
     Liu et al. 2025, https://arxiv.org/abs/2503.06923, on whole blocks: forecasting what each block adds and summing is the same as
     forecasting the sum, which takes one tensor a stream instead of one a block, and this is what is done. The paper's own
     form is another forecast: it forecasts the outputs of attention and MLP before the gates, which this step's timestep
-    sets. It takes many times the memory and was no nearer at equal FLOPs, see ``docs/negative-results.md``.
+    sets. It takes many times the memory and was about as near at equal FLOPs, see ``docs/negative-results.md``.
     """
 
     strategy: ClassVar[str] = "taylorseer"
