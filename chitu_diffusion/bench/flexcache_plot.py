@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from .attention_plot import OKABE_ITO
+from .equal_flops import EXACT
 from .files import write_whole
 from .kinds import OURS, PEERS
-from .tables import complete, groups, pareto, psnr_of, speedup_of, title
+from .tables import complete, groups, label_of, pareto, psnr_of, speedup_of, title
 
 MARKERS = "osD^vP*X<>hp"
 LINES = {"free": (0, (4, 2)), "peer": (0, (1, 1.4)), "own": "solid"}
@@ -24,7 +25,7 @@ def plot(summary: dict[str, Any], folder: Path, name: str = "flexcache") -> list
     made = []
     panels: dict[str, list[Any]] = {}
     for baseline, cases in groups(summary):
-        if any(complete(case) for case in cases):
+        if any(complete(case) and psnr_of(case)["mean"] < EXACT for case in cases):
             panels.setdefault(_place(baseline), []).append((baseline, cases))
     for number, group in enumerate(panels.values()):
         path = folder / f"{name}_tradeoff{f'_{number + 1}' if number else ''}.png"
@@ -40,53 +41,85 @@ def _place(baseline: dict[str, Any]) -> str:
 
 
 def _tradeoff(group: list[tuple[dict[str, Any], list[dict[str, Any]]]]) -> Any:
+    """Our caches on the left, what else there is on the right, over what the other side reaches; a row for each number of steps."""
     from matplotlib.figure import Figure
 
-    families = list(dict.fromkeys(case["case"]["family"] for _, cases in group for case in cases))
-    styles = _styles(families, {case["case"]["family"]: case["case"]["kind"] for _, cases in group for case in cases})
-    figure = Figure(figsize=(10, 0.5 + 0.075 * len(families) + 4.4 * len(group)), layout="constrained")
-    panels = figure.subplots(len(group), 1, squeeze=False)[:, 0]
-    for axes, (baseline, cases) in zip(panels, group):
-        _panel(axes, [case for case in cases if complete(case)], styles)
-        axes.set_title(title(baseline), fontsize=11, loc="left")
+    made = {case["case"]["family"]: _maker(case) for _, cases in group for case in cases if complete(case)}
+    sides = [side for side in SIDES if set(SIDES[side]) & set(made.values())]
+    styles = {side: _styles({f: m for f, m in made.items() if m in SIDES[side]}) for side in sides}
+    longest = max(len(style) for style in styles.values())
+    figure = Figure(figsize=(7 * len(sides), 1 + 0.13 * longest + 4.6 * len(group)), layout="constrained")
+    panels = figure.subplots(len(group), len(sides), squeeze=False, sharex=True, sharey="row")
+    for row, (baseline, cases) in zip(panels, group):
+        done = [case for case in cases if complete(case)]
+        for axes, side in zip(row, sides):
+            _panel(axes, done, styles[side], side)
+        row[0].set_title(title(baseline), fontsize=13, loc="left")
+        row[0].set_ylabel("PSNR to the baseline, dB\n(mean; bar: 95 % interval)", fontsize=12)
+    for axes in panels[-1]:
+        axes.set_xlabel("speed-up of denoising (median; bar: least to most), log scale", fontsize=12)
+    for number, side in enumerate(sides):
+        _legend(figure, panels[:, number], styles[side], number, len(sides))
+    return figure
+
+
+def _legend(figure: Any, panels: Any, styles: dict[str, Any], number: int, sides: int) -> None:
+    """The families of one side below its panels."""
     handles: dict[str, Any] = {}
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels()):
             handles.setdefault(label, handle)
-    labels = [family for family in (*families, FRONT) if family in handles]
-    figure.legend(
-        [handles[label] for label in labels], labels, loc="outside lower center", ncols=3, fontsize=10, frameon=False
-    )
-    panels[-1].set_xlabel("speed-up of denoising over the baseline (median; bar: least to most), log scale")
-    return figure
+    labels = [label for label in (*styles, FRONT, OTHER) if label in handles]
+    where = "outside lower center" if sides == 1 else ("outside lower left", "outside lower right")[number]
+    figure.legend([handles[label] for label in labels], labels, loc=where, ncols=2, fontsize=11, frameon=False)
 
 
-FRONT = "Pareto front"
-MOST_DB = 60
+PALE = ("#F0E442", "#999999")
+"""Yellow is lost on white, and grey on the band of the other side."""
+SIDES = {"Chitu": ("own",), "free alternatives and other makers": ("free", "peer")}
+FRONT = "no case of either side is both faster and nearer"
+OTHER = "the best of the other side"
 
 
-def _styles(families: Sequence[str], kinds: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Colour, marker and line of each family: the line tells who made it, marker and colour which one it is."""
-    styles = {}
-    for number, family in enumerate(families):
-        kind = kinds[family]
-        maker = "peer" if kind in PEERS else "own" if kind in OURS else "free"
-        colours = [colour for colour in OKABE_ITO if colour != "#F0E442"]  # yellow is lost on white
-        styles[family] = {
+def _maker(case: dict[str, Any]) -> str:
+    kind = case["case"]["kind"]
+    return "peer" if kind in PEERS else "own" if kind in OURS else "free"
+
+
+def _styles(made: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Colour, marker and line of each family of one side: the line tells who made it, marker and colour which one it is."""
+    colours = [colour for colour in OKABE_ITO if colour not in PALE]
+    return {
+        family: {
             "color": "#444444" if maker == "free" else colours[number % len(colours)],
             "marker": MARKERS[number % len(MARKERS)],
             "linestyle": LINES[maker],
             "markerfacecolor": "white" if maker == "peer" else None,
         }
-    return styles
+        for number, (family, maker) in enumerate(made.items())
+    }
 
 
-def _panel(axes: Any, cases: list[dict[str, Any]], styles: dict[str, dict[str, Any]]) -> None:
+def _other_best(axes: Any, cases: list[dict[str, Any]], side: str) -> None:
+    """The front of what is not on this side, as a broad pale line."""
+    rest = [case for case in cases if _maker(case) not in SIDES[side] and psnr_of(case)["mean"] < EXACT]
+    best = sorted((case for case in rest if case["id"] in pareto(rest)), key=speedup_of)
+    if best:
+        x, y = [speedup_of(case) for case in best], [psnr_of(case)["mean"] for case in best]
+        axes.plot(x, y, color="#bbbbbb", linewidth=6, alpha=0.6, zorder=0, solid_capstyle="round", label=OTHER)
+
+
+def _panel(axes: Any, cases: list[dict[str, Any]], styles: dict[str, dict[str, Any]], side: str) -> None:
+    """One side's families, over what the other reaches."""
     front = pareto(cases)
+    _other_best(axes, cases, side)
     for family, style in styles.items():
-        points = sorted((c for c in cases if c["case"]["family"] == family), key=speedup_of)
+        # Equal pictures, where nothing was skipped, would stretch the axis and say nothing.
+        points = [c for c in cases if c["case"]["family"] == family and psnr_of(c)["mean"] < EXACT]
+        points.sort(key=speedup_of)
         if not points:
             continue
+        leads = any(c["id"] in front for c in points)
         x, y = [speedup_of(c) for c in points], [psnr_of(c)["mean"] for c in points]
         speeds = [c["timing"]["speedup"]["denoise"] for c in points]
         intervals = [psnr_of(c)["interval"] for c in points]
@@ -97,12 +130,13 @@ def _panel(axes: Any, cases: list[dict[str, Any]], styles: dict[str, dict[str, A
             yerr=[[b - low for b, (low, _) in zip(y, intervals)], [high - b for b, (_, high) in zip(y, intervals)]],
             label=family,
             markersize=6,
-            linewidth=1.4,
+            linewidth=2.6 if leads else 1.1,
+            zorder=4 if leads else 2,
             elinewidth=0.7,
             capsize=1.5,
             **style,
         )
-    best = sorted((c for c in cases if c["id"] in front), key=speedup_of)
+    best = [c for c in cases if c["id"] in front and c["case"]["family"] in styles and psnr_of(c)["mean"] < EXACT]
     ring = {"s": 130, "facecolors": "none", "edgecolors": "black", "linewidths": 1.3, "zorder": 5}
     axes.scatter([speedup_of(c) for c in best], [psnr_of(c)["mean"] for c in best], label=FRONT, **ring)
     axes.set_xscale("log")
@@ -110,9 +144,7 @@ def _panel(axes: Any, cases: list[dict[str, Any]], styles: dict[str, dict[str, A
     ticks = [t for t in (0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 15, 20) if low <= t <= high]
     axes.set_xticks(ticks, [f"{tick:g}×" for tick in ticks])
     axes.minorticks_off()
-    if axes.get_ylim()[1] > MOST_DB:  # a case that skipped nothing would flatten all others
-        axes.set_ylim(top=MOST_DB)
-    axes.set_ylabel("PSNR to the baseline, dB\n(mean; bar: 95 % interval)")
+    axes.text(0.985, 0.97, side, transform=axes.transAxes, ha="right", va="top", fontsize=12, weight="bold")
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -134,9 +166,10 @@ def contact_sheet(
     """
     from PIL import Image, ImageDraw, ImageFont
 
-    baseline, cases = max(groups(summary), key=lambda group: sum(map(complete, group[1])), default=(None, []))
-    chosen = chosen_cases(cases, ratio)
-    if baseline is None or not chosen or not _pictures(sources, baseline["id"]):
+    drawn = [group for group in groups(summary) if _pictures(sources, group[0]["id"])]
+    baseline, cases = max(drawn, key=lambda group: sum(map(complete, group[1])), default=(None, []))
+    chosen = [case for case in chosen_cases(cases, ratio) if _pictures(sources, case["id"])]
+    if baseline is None or not chosen:
         return None
     seeds = len(baseline["content"]["seeds"])
     columns = min(columns, len(baseline["prompts"]), len(_pictures(sources, baseline["id"])) // seeds)
@@ -171,7 +204,7 @@ def _font() -> str:
 
 
 def _row_label(case: dict[str, Any]) -> str:
-    lines = textwrap.wrap(case["case"]["label"].replace(", ", " "), 30)
+    lines = textwrap.wrap(label_of(case).replace(", ", " "), 30)
     ratio = case["quality"]["flops_ratio"]
     return "\n".join([*lines, f"FLOPs ÷ {ratio:.2f}, mean {psnr_of(case)['mean']:.1f} dB"])
 

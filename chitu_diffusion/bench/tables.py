@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -59,7 +60,11 @@ def section(summary: dict[str, Any]) -> str:
 
 
 def _group(baseline: dict[str, Any], cases: list[dict[str, Any]]) -> str:
+    from .equal_flops import table  # which reads cases as this file does
+
     lines = [f"### {title(baseline)}", "", described(baseline), "", f"`{baseline['command']}`", ""]
+    side_by_side = table([case for case in cases if complete(case)])
+    lines += [side_by_side, ""] if side_by_side else []
     columns = [c for c in COLUMNS if c != "LPIPS"] + (["LPIPS"] if _has(cases, "lpips") else [])
     lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines.append(_baseline_row(baseline, len(columns)))
@@ -111,7 +116,7 @@ def _baseline_row(baseline: dict[str, Any], width: int) -> str:
 
 
 def _row(case: dict[str, Any], best: bool, columns: list[str]) -> str:
-    label = f"**{case['case']['label']}**" if best else case["case"]["label"]
+    label = f"**{label_of(case)}**" if best else label_of(case)
     if case["error"] is not None:
         return f"| {label} | {case['error'].replace('|', '/')} |" + " |" * (len(columns) - 2)
     quality, timing = case["quality"] or {}, case["timing"]
@@ -133,6 +138,11 @@ def _row(case: dict[str, Any], best: bool, columns: list[str]) -> str:
     if "LPIPS" in columns:
         cells.append(f"{metrics['lpips']['mean']:.3f}" if "lpips" in metrics else "")
     return "| " + " | ".join(cells) + " |"
+
+
+def label_of(case: dict[str, Any]) -> str:
+    """The case's label, with long lists left out: the family tells them apart."""
+    return re.sub(r"\[[^\]]{40,}.*?\](?=,|$)", "[…]", case["case"]["label"])
 
 
 def _has(cases: list[dict[str, Any]], metric: str) -> bool:
