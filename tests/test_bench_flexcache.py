@@ -188,15 +188,13 @@ def test_groups_are_as_large_as_the_time_allows() -> None:
     assert bench.missing_seconds == pytest.approx(44.8)
 
 
-def test_the_best_cases_at_half_the_flops_have_rows_in_the_readme(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_best_case_at_half_the_flops_has_a_row_in_the_readme(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "ChituBench" / "scripts")
     import report_readme
 
-    rows = report_readme.caches(summary([done]))
-    assert [len(row) for row in rows] == 3 * [len(report_readme.COLUMNS)]
-    assert ["PSNR" in row[7] and "no cache" in row[4] for row in rows] == 3 * [True]
-    names = [row[0] for row in rows]
-    assert names[1].startswith("flux model: diffusers first_block_cache") and "count=3" in names[2], names
+    (row,) = report_readme.caches(summary([done]))
+    assert len(row) == len(report_readme.COLUMNS) and "PSNR" in row[7] and "no cache" in row[4]
+    assert row[0].startswith("flux model: planned"), row
 
 
 def test_nothing_is_begun_that_does_not_fit(model: Path, inputs: Path, tmp_path: Path) -> None:

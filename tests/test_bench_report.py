@@ -49,19 +49,30 @@ def test_another_number_makes_another_headline_and_no_data_no_row(report: Module
     changed = copy.deepcopy(found["overhead"])
     changed["compiled"]["skipped step"]["ms"] += 1
     assert headline({**found, "overhead": changed}) != headline(found)
+    # Caches at equal compute: the planned cache's row follows its cases.
+    nearer = copy.deepcopy(found["flexcache"])
+    for case in nearer["cases"]:
+        if case["case"]["family"] == "planned":
+            case["quality"]["metrics"]["psnr"]["mean"] += 1
+    rows = [[line for line in headline({**found, "flexcache": data}).splitlines() if line.startswith("| the planned")]
+            for data in (found["flexcache"], nearer)]  # fmt: skip
+    assert len(rows[0]) == 2 and rows[0] != rows[1]
 
 
-@pytest.mark.parametrize("name", ["overhead", "attention", "parallel"])
+@pytest.mark.parametrize("name", ["overhead", "attention", "parallel_x2", "planned_ablation"])
 def test_another_number_makes_another_page(report: ModuleType, name: str) -> None:
     data = json.loads((BENCH / "results" / f"{name}.json").read_text(encoding="utf-8"))
     changed = copy.deepcopy(data)
     if name == "overhead":
         changed["compiled"]["unhooked"]["ms"] += 1
-    elif name == "parallel":
-        changed["runs"][0]["shapes"]["flux-1024"]["one GPU, diffusers"]["ms"] += 10
+    elif name == "parallel_x2":
+        changed["shapes"]["flux-1024"]["one GPU, diffusers"]["ms"] += 10
+    elif name == "planned_ablation":
+        changed["rows"][0]["psnr"] += 1
     else:
         changed["shapes"][0]["kernels"]["sdpa_cudnn"]["tflops"] -= 100
-    section = getattr(report, name)
+    sections = {"parallel_x2": report.parallel, "planned_ablation": report.report_planned.section}
+    section = sections.get(name) or getattr(report, name)
     assert section(changed) != section(data)
 
 

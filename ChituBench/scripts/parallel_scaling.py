@@ -207,8 +207,16 @@ class Bench:
 
 def measure(options: argparse.Namespace, device: torch.device, ranks: int, rank: int) -> None:
     output = options.output or Path(f"outputs/parallel_x{ranks}.json")
-    kept = json.loads(output.read_text())["shapes"] if options.keep and output.is_file() else {}
-    result: dict[str, Any] = {**circumstances(device), "ranks": ranks, "size": options.size, "shapes": kept}
+    kept = json.loads(output.read_text()) if options.keep and output.is_file() else {"commands": [], "shapes": {}}
+    found = circumstances(device)
+    commands = [*kept["commands"], found.pop("command")]
+    result: dict[str, Any] = {
+        **found,
+        "commands": commands,
+        "ranks": ranks,
+        "size": options.size,
+        "shapes": kept["shapes"],
+    }
     budget = Budget(options.budget_seconds)
     names = options.only or list(SHAPES[options.size])
     for number, name in enumerate(names):

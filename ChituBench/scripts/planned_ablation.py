@@ -202,7 +202,7 @@ def main() -> None:
         "machine": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
         "torch": torch.__version__,
         "diffusers": diffusers.__version__,
-        "command": " ".join(["python", *sys.argv]),
+        "commands": [" ".join(["python", *sys.argv])],
         "prompts": {"calibration": len(calibration), "test": len(held_out), "seeds": list(seeds)},
         "rows": [],
         "not_taken": [],

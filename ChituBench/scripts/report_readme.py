@@ -7,6 +7,8 @@ from typing import Any
 
 import report_shapes
 
+from chitu_diffusion.bench.equal_flops import curve, maker, value_at
+from chitu_diffusion.bench.kinds import PEERS
 from chitu_diffusion.bench.parallel_tables import ms_of, timed
 from chitu_diffusion.bench.results import summary
 from chitu_diffusion.bench.tables import complete, groups, machine_of, psnr_of
@@ -18,7 +20,7 @@ COLUMNS = (
 
 
 def headline(results: dict[str, Any]) -> str:
-    """The table.
+    """The tables: what a step costs, and what caches keep at equal compute.
 
     Args:
         results: name of a stored file -> what is in it, or None.
@@ -30,14 +32,16 @@ def headline(results: dict[str, Any]) -> str:
         rows += overhead(results["overhead"])
     if results["attention"] is not None and results["model_shapes"] is None:
         rows += attention(results["attention"])
-    for runs in results["parallel"] or ():
-        rows += several_gpus(runs)
+    for run in results["parallel"] or ():
+        rows += several_gpus(run)
     if results["flexcache"] is not None:
         rows += caches(results["flexcache"])
     if results["parallel_bench"] is not None:
         rows += ranks(results["parallel_bench"])
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+    table = "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+    found = quality(results["flexcache"]) if results["flexcache"] is not None else ""
+    return f"{table}\n\n{found}" if found else table
 
 
 def filled(text: str, table: str) -> str:
@@ -107,13 +111,12 @@ GPU_SHAPES = {
 }
 
 
-def several_gpus(runs: list[dict[str, Any]]) -> list[list[str]]:
-    """The fastest of ours at each size, beside the fastest of diffusers' own, from runs on as many GPUs."""
+def several_gpus(run: dict[str, Any]) -> list[list[str]]:
+    """The fastest of ours at each size, beside the fastest of diffusers' own."""
     rows = []
     for shape, (name, size) in GPU_SHAPES.items():
         timed_rows = {
             title: row
-            for run in runs
             for title, row in run["shapes"].get(shape, {}).items()
             if "ms" in row and row.get("correct", True)
         }
@@ -127,7 +130,7 @@ def several_gpus(runs: list[dict[str, Any]]) -> list[list[str]]:
         rows.append(
             [
                 f"{name} shape, random weights, compiled: {title}",
-                f"{runs[0]['ranks']} × {runs[0]['machine']['gpu']}, {short(runs[0]['versions']['torch'])}",
+                f"{run['ranks']} × {run['machine']['gpu']}, {short(run['versions']['torch'])}",
                 size,
                 f"{row['ms']:.1f} ({min(single) / row['ms']:.2f}× of one GPU)",
                 f"{beside[0]} {beside[1]:.1f}" if beside else "",
@@ -140,20 +143,59 @@ def several_gpus(runs: list[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
-MAKERS = (("chitu",), ("diffusers", "cache-dit"), ("fewer steps", "coarser grid"))
-"""Kinds of cases: ours, others', and those that need no cache."""
-
-
 def caches(data: Any) -> list[list[str]]:
-    """For each baseline: of the cases at half its FLOPs or less the best of each of `MAKERS`, by mean PSNR."""
+    """For each baseline the best of our cases at half its FLOPs or less, by mean PSNR."""
     rows = []
     for baseline, cases in groups(data):
-        half = [case for case in cases if complete(case) and (case["quality"]["flops_ratio"] or 0) >= 1.9]
-        for kinds in MAKERS if baseline["timing"] else ():
-            some = [case for case in half if case["case"]["kind"] in kinds]
-            if some:
-                rows.append(_cached(baseline, max(some, key=lambda case: psnr_of(case)["mean"])))
+        ours = [case for case in cases if complete(case) and case["case"]["kind"] == "chitu"]
+        half = [case for case in ours if (case["quality"]["flops_ratio"] or 0) >= 1.9]
+        if half and baseline["timing"]:
+            rows.append(_cached(baseline, max(half, key=lambda case: psnr_of(case)["mean"])))
     return rows
+
+
+RATIOS = (2.0, 3.0, 5.0)
+KINDS_OF = {
+    "the planned cache": lambda family, kind: family == "planned",
+    "the best of our other caches": lambda family, kind: maker(kind) == "Chitu" and family != "planned",
+    "the best of diffusers' caches and cache-dit": lambda family, kind: kind in PEERS,
+    "the best without a cache": lambda family, kind: maker(kind) == "free",
+}
+
+
+def quality(data: Any) -> str:
+    """Who reaches what at equal counted FLOPs: a table of the runs with the most pictures; empty if there is none."""
+    runs = [(baseline, [c for c in cases if complete(c)]) for baseline, cases in groups(data)]
+    most = max((_pictures(baseline) for baseline, _ in runs), default=0)
+    head = ["PSNR to the run without a cache, dB, at FLOPs ÷", *(f"{ratio:g}" for ratio in RATIOS)]
+    parts = []
+    for baseline, cases in runs:
+        kinds = {case["case"]["family"]: case["case"]["kind"] for case in cases}
+        if _pictures(baseline) < most or "planned" not in kinds:
+            continue
+        curves = {family: curve(cases, family) for family in kinds}
+        lines = [f"| {baseline['content']['steps']} steps: " + " | ".join(head) + " |", "|---|" + "---|" * len(RATIOS)]
+        for name, wanted in KINDS_OF.items():
+            some = [family for family, kind in kinds.items() if wanted(family, kind)]
+            lines.append(f"| {name} | " + " | ".join(_best(curves, some, ratio) for ratio in RATIOS) + " |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _pictures(baseline: dict[str, Any]) -> int:
+    return len(baseline["prompts"]) * len(baseline["content"]["seeds"])
+
+
+def _best(curves: dict[str, list[tuple[float, float]]], families: list[str], ratio: float) -> str:
+    """The family that is nearest at so much less compute, and by how many dB."""
+    values = {family: value_at(curves[family], ratio) for family in families}
+    found = {family: value for family, value in values.items() if value is not None}
+    if not found:
+        return ""
+    family = max(found, key=lambda name: found[name][0])
+    value, within = found[family]
+    text = f"{value:.1f}" if within else f"*{value:.1f}*"
+    return f"**{text}**" if family == "planned" else f"{text} ({family})"
 
 
 def _cached(baseline: dict[str, Any], case: dict[str, Any]) -> list[str]:
@@ -214,10 +256,7 @@ def stored(folder: Path, read: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("overhead", "attention", "model_shapes"):
         found[name] = read(name) if (folder / f"{name}.json").is_file() else None
-    # One file for each number of GPUs; the first measurement, of two, as long as there is none.
-    by_ranks = [[read(path.stem)] for path in sorted(folder.glob("parallel_x*.json"))]
-    first = [read("parallel")["runs"]] if (folder / "parallel.json").is_file() else None
-    found["parallel"] = by_ranks or first
+    found["parallel"] = [read(path.stem) for path in sorted(folder.glob("parallel_x*.json"))] or None
     for name in ("flexcache", "parallel_bench"):
         path = folder / f"{name}.json"
         found[name] = summary([path]) if path.is_file() else None
