@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import report_caches
 import report_planned
 import report_readme
 import report_shapes
@@ -88,9 +89,12 @@ def flexcache() -> str:
         return ""
     parts = ["## Caches", READING]
     parts += [f"![{text}](plots/{name})" for name, text in PLOTS.items() if (BENCH / "plots" / name).is_file()]
-    return "\n\n".join([*parts, tables.section(summary([stored]))])
+    found = summary([stored])
+    pairs = report_caches.pairs(found)
+    return "\n\n".join([*parts, *([SAME, pairs] if pairs else []), tables.section(found)])
 
 
+SAME = """Strategies that other makers have too, each side with its best setting:"""
 READING = """`chitu bench flexcache` ([data](results/flexcache.json)). Each case is compared with the baseline of the same prompt, seed, noise, dtype
 and scheduler. *FLOPs ÷*: the baseline's over the case's, counted where modules really ran, the same way for every maker. *Denoise,
 speed-up*: median, least and most over calls that took turns with the baseline, one picture each. *Calls*: calls in which every block
