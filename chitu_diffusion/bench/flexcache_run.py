@@ -84,6 +84,8 @@ def _worker(plan: Plan, worker: int, workers: int, pace: float, lpips: bool) -> 
     from rich.console import Console
 
     console = Console(stderr=True, quiet=False, force_terminal=False)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(worker % torch.cuda.device_count())  # what "cuda" means from here on
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
     bench = Bench(plan, (worker, workers))
     bench.pace = pace
