@@ -71,7 +71,7 @@ def test_another_number_makes_another_page(report: ModuleType, name: str) -> Non
         changed["rows"][0]["psnr"] += 1
     else:
         changed["shapes"][0]["kernels"]["sdpa_cudnn"]["tflops"] -= 100
-    sections = {"parallel_x2": report.parallel, "planned_ablation": report.report_planned.section}
+    sections = {"parallel_x2": report.report_gpus.section, "planned_ablation": report.report_planned.section}
     section = sections.get(name) or getattr(report, name)
     assert section(changed) != section(data)
 

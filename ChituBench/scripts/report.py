@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import report_caches
+import report_gpus
 import report_planned
 import report_readme
 import report_shapes
@@ -35,7 +36,7 @@ def page() -> str:
         skipped_steps(),
         attention(_read("attention")),
         report_shapes.section(_read("model_shapes") if _there("model_shapes") else None),
-        several_gpus(),
+        *map(report_gpus.section, _several_gpus()),
         parallel_bench(),
         EMBEDDED,
     ]
@@ -53,7 +54,14 @@ def main() -> None:
     README.write_text(readme(), encoding="utf-8")
     if _there("model_shapes"):
         report_shapes.plot(_read("model_shapes"), BENCH / "plots" / "model_shapes.png")
+    for run in _several_gpus():
+        report_gpus.plot(run, BENCH / "plots" / f"parallel_x{run['ranks']}.png")
     print(PAGE, README, sep="\n")
+
+
+def _several_gpus() -> list[dict[str, Any]]:
+    """A run for each number of ranks of which there is a file."""
+    return [_read(path.stem) for path in sorted((BENCH / "results").glob("parallel_x*.json"))]
 
 
 def _there(name: str) -> bool:
@@ -316,21 +324,7 @@ def _chosen(mode: dict[str, Any]) -> str:
     return ", ".join(f"`{kernel}` for {call}" for call, kernel in mode["chosen"]["auto"]["chosen"].items())
 
 
-# -- several GPUs ------------------------------------------------------------------------------------------------------
-
-SHAPES = {
-    "flux-1024": "1024²",
-    "flux-2048": "2048²",
-    "qwen-1024": "Qwen-Image shape with guidance, 1024²",
-    "wan-480p": "Wan2.1-1.3B shape with guidance, 480p × 81 frames",
-}
-NUMBERS = {2: "Two", 4: "Four", 8: "Eight"}
-
-
-def several_gpus() -> str:
-    """A section for each number of ranks of which there is a file."""
-    files = sorted((BENCH / "results").glob("parallel_x*.json"))
-    return "\n\n".join(parallel(json.loads(file.read_text(encoding="utf-8"))) for file in files)
+# -- processes ---------------------------------------------------------------------------------------------------------
 
 
 def parallel_bench() -> str:
@@ -350,64 +344,6 @@ RANK_PLOTS = {
     "parallel_bench_scaling.png": "speed-up of a step by number of processes, with the ideal line",
     "parallel_bench_stages.png": "seconds of each stage of one picture, for every mode",
 }
-
-
-def parallel(data: dict[str, Any]) -> str:
-    """One picture on several GPUs, ours and diffusers' own."""
-    ranks, versions = data["ranks"], data["versions"]
-    parts = []
-    for shape, title in SHAPES.items():
-        rows = data["shapes"].get(shape, {})
-        if any("ms" in row for row in rows.values()):
-            parts.append(_scaling_table(title, rows))
-    lines = "\n".join(
-        f"torchrun --standalone --nproc-per-node {ranks} ChituBench/scripts/{c}" for c in data["commands"]
-    )
-    found = [row for shape in data["shapes"].values() for row in shape.values() if "ms" in row]
-    far = max(row["relative_difference"] for row in found if row["correct"])
-    return f"""## {NUMBERS.get(ranks, ranks)} GPUs, one picture
-
-{ranks} × {data["machine"]["gpu"]}, bfloat16, real shapes with random weights, compiled blocks; torch {versions["torch"]}, \
-diffusers {versions["diffusers"]}; *ours* with `attention="auto"` (fa3). [Data](results/parallel_x{ranks}.json):
-
-```
-{lines}
-```
-
-{(chr(10) * 2).join(parts)}
-
-The modes gave the picture of one GPU within {100 * far:.1g} % (2-norm of the latents, bfloat16). The last columns are milliseconds of a profiled step,
-which is a little slower: kernels of attention, matrix products and pointwise work, exchanges that nothing else hid, and time in which the GPU did
-nothing. Rows of one size were measured in one run, one after the other."""
-
-
-KERNEL_KINDS = {
-    "attention": "attention",
-    "matmul": "matrix products",
-    "fused pointwise": "pointwise",
-    "exposed collective": "exchange",
-    "idle": "idle",
-}
-
-
-def _scaling_table(title: str, rows: dict[str, Any]) -> str:
-    timed = {name: row for name, row in rows.items() if "ms" in row}
-    single = min(row["ms"] for name, row in timed.items() if name.startswith("one GPU"))
-    lines = [
-        f"| {title} | ms a step | over the fastest single GPU | {' | '.join(KERNEL_KINDS.values())} |",
-        "|---|---|---|" + "---|" * len(KERNEL_KINDS),
-    ]
-    for name, row in sorted(timed.items(), key=lambda item: -item[1]["ms"]):
-        where = row.get("where_ms") or {}
-        wrong = "" if row["correct"] else " (another picture)"
-        parts = " | ".join(f"{where[kind]:.1f}" if kind in where else "" for kind in KERNEL_KINDS)
-        lines.append(f"| {name}{wrong} | {row['ms']:.1f} | {single / row['ms']:.2f}× | {parts} |")
-    missing = {name: row.get("failed") or row["skipped"] for name, row in rows.items() if "ms" not in row}
-    late = [name for name, why in missing.items() if why.endswith("were not left")]
-    words = [f"{name} ({why})" for name, why in missing.items() if name not in late]
-    if late:
-        words.append(f"{len(late)} more modes, for which no time was left")
-    return "\n".join(lines) + (f"\n\nWithout a number: {'; '.join(words)}." if words else "")
 
 
 if __name__ == "__main__":
