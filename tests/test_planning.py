@@ -24,7 +24,7 @@ from chitu_diffusion.flexcache.planning import (
     searched,
     weights,
 )
-from chitu_diffusion.flexcache.planning.combine import matrix
+from chitu_diffusion.flexcache.planning.combine import growth, matrix, response
 from chitu_diffusion.flexcache.planning.course import Course
 
 PLAIN = Setting(growth=0.0, response=0.0)
@@ -239,6 +239,54 @@ def test_passing_errors_cost_where_the_velocity_responds() -> None:
     none = replace(PLAIN, correct=False)
     assert fitted(lively, steps, none).predicted == fitted(calm, steps, none).predicted
     assert fitted(made(velocities, sigmas), steps).predicted > fitted(calm, steps, replace(PLAIN, growth=4.0)).predicted
+
+
+def drifted(velocities: np.ndarray, sigmas: np.ndarray, found: Plan, factor: float, seed: int) -> float:
+    """Relative error of the final latent under a plan, where a velocity moves `factor` times as far as its latent, anywhere."""
+    dice, size = np.random.default_rng(seed), velocities.shape[2]
+    deltas = np.diff(sigmas)
+    off, given = np.zeros_like(velocities[:, 0]), []
+    for step in range(STEPS):
+        turn = np.linalg.qr(dice.normal(size=(size, size)))[0]
+        given.append(velocities[:, step] + factor * off @ turn)
+        taken = sum(w * given[j] for j, w in found.weights.get(step, ((step, 1.0),)))
+        off = off + deltas[step] * (taken - velocities[:, step])
+    way = np.einsum("i,pis->ps", deltas, velocities)
+    return float(np.sqrt(((off**2).sum(1) / (way**2).sum(1)).mean()))
+
+
+def test_weights_lean_less_on_velocities_of_latents_that_drifted() -> None:
+    steps, factor, gained = (0, 1, 3, 6), 8.0, []
+    for seed in range(6):
+        sigmas, velocities = paths(size=64, seed=seed)
+        lively = made(velocities, sigmas, response=np.full(STEPS, factor))
+        calm = made(velocities, sigmas, response=np.zeros(STEPS))
+        wary, plain = (fitted(tables, steps) for tables in (lively, calm))
+        assert dict(wary.weights[3])[3] < dict(plain.weights[3])[3], "the correction trusts what was computed less"
+        errors = [np.mean([drifted(velocities, sigmas, p, factor, n) for n in range(4)]) for p in (wary, plain)]
+        gained.append(errors[1] / errors[0])
+        still = [drifted(velocities, sigmas, p, 0.0, seed) for p in (wary, plain)]
+        assert still[1] < still[0], "and it costs something where nothing drifts"
+    assert min(gained) > 1 and np.exp(np.mean(np.log(gained))) > 1.2, gained
+
+
+def test_a_correction_is_least_squares_with_noise_in_what_was_computed() -> None:
+    """The noise written out, as one more element of the velocities that is unlike all others."""
+    sigmas, velocities = paths(runs=1, size=40)
+    tables, setting = made(velocities, sigmas, response=np.full(STEPS, 5.0)), replace(PLAIN, ridge=1e-13)
+    found, v, deltas = fitted(tables, (0, 1, 4), setting), velocities[0], np.diff(sigmas)
+    error = sum(deltas[at] * (sum(w * v[j] for j, w in found.weights[at]) - v[at]) for at in (2, 3))
+    one, zero, four = (np.append(v[at], 5.0 * np.linalg.norm(error) * (at == 4)) for at in (1, 0, 4))
+    wanted = np.append(v[4] - error / deltas[4], 0) - four
+    bends, *_ = np.linalg.lstsq(np.stack([four - one, four - zero], 1), wanted, rcond=None)
+    assert dict(found.weights[4]) == pytest.approx({4: 1 + bends.sum(), 1: -bends[0], 0: -bends[1]}, rel=1e-4)
+
+
+def test_what_errors_do_is_a_matter_of_the_noise_and_not_of_where_a_run_begins(tables: Tables) -> None:
+    late = tables.after(4)
+    assert np.array_equal(response(late), response(tables)[4:]) and np.array_equal(growth(late), growth(tables)[4:])
+    far = replace(tables, sigmas=tables.sigmas * 80)  # of a scheduler whose sigmas are noise over signal
+    assert growth(far) == pytest.approx(growth(tables)) and response(far) == pytest.approx(response(tables))
 
 
 def test_early_errors_count_more(tables: Tables) -> None:

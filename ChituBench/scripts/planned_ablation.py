@@ -84,6 +84,8 @@ def rows(study: Study, budget: int, sweeps: int) -> Iterator[tuple[str, Callable
     for growth, response in ((0.0, 0.0), (4.0, 0.0), (4.0, 0.25), (4.0, 0.5), (4.0, 1.0), (8.0, 0.5), (2.0, 0.5)):
         priced = replace(full, growth=growth, response=response)
         yield f"+ correction, growth {growth:g}, response {response:g}", partial(study.searched, budget, priced)
+    calm = replace(full, response=0.0)
+    yield "+ correction, weights for no drift", partial(study.searched, budget, full, calm)
     yield "+ correction, pull 0.3", partial(study.searched, budget, replace(full, ridge=0.3))
     yield "+ correction, line instead of ridge", partial(study.searched, budget, Setting("linear"))
     yield "+ correction, each gap alone", partial(study.searched, budget, full, replace(full, undo=0.0))
