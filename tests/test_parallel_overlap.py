@@ -13,7 +13,7 @@ from tiny import build, run
 from chitu_diffusion import Parallel, patch
 from chitu_diffusion.parallel import exchange, overlap
 from chitu_diffusion.parallel.collectives import ops
-from chitu_diffusion.parallel.overlap import PART, bytes_sent, groups_for
+from chitu_diffusion.parallel.overlap import LARGE, PART, bytes_sent, groups_for
 from chitu_hooks import PatchError
 
 TOLERANCE = 1e-5
@@ -98,11 +98,12 @@ def automatic(rank: int) -> dict[str, Any]:
     pipe = build("qwen")
     for part in (PART, 64):
         overlap.PART = part
+        overlap.LARGE = 8 * part
         with patch(pipe, parallel=Parallel(gather=2)) as handle:
             run("qwen", pipe, 2, **ODD_SIZES, **ODD["qwen"])
             features = {feature["name"]: feature for feature in handle.report().features}
         found[str(part)] = features["context parallel"]["tokens of each rank"]
-    overlap.PART = PART
+    overlap.PART, overlap.LARGE = PART, LARGE
     return found
 
 
@@ -166,8 +167,9 @@ def test_auto_divides_what_is_large(found: list[Any]) -> None:
 
 def test_groups_leave_parts_that_are_worth_a_collective() -> None:
     row = 24 * 128 * 2  # FLUX.1 in bfloat16, on two ranks
-    assert groups_for(bytes_sent(4096 + 512, row, 2, 1), {12}) == 1, "7 MiB on the way back"
-    assert groups_for(bytes_sent(16384 + 512, row, 2, 1), {12}) == 3, "26 MiB"
+    assert groups_for(bytes_sent(4096 + 512, row, 2, 1), {12}) == 1, "27 MiB both ways"
+    assert groups_for(bytes_sent(4096 + 512, row, 1, 2), {24}) == 1, "27 MiB"
+    assert groups_for(bytes_sent(16384 + 512, row, 2, 1), {12}) == 3, "25 MiB on the way back"
     assert groups_for(bytes_sent(16384 + 512, row, 1, 2), {24}) == 4, "gather sends keys and values"
     assert groups_for(bytes_sent(16384 + 512, row, 1, 2), {24, 10}) == 2, "every layer's heads divide"
     assert groups_for(bytes_sent(16384 + 512, row, 1, 2), {7}) == 1
