@@ -26,7 +26,7 @@ BROKEN = """
 import pathlib
 exec(pathlib.Path({adapter!r}).read_text())
 from chitu_diffusion.parallel import exchange
-exchange.gather = lambda q, k, v, sizes, group, attend: attend(q, k, v)
+exchange.gather = lambda q, k, v, sizes, group, attend, groups: attend(q, k, v)
 """
 """A hook map in whose company gathered attention forgets the keys of the other rank."""
 

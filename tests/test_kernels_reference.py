@@ -292,6 +292,16 @@ def test_log_sum_exp(name: str, dim: int) -> None:
     assert ran or DEVICE == "cpu"
 
 
+def test_the_compiler_is_told_the_shapes_of_flash_attention_3() -> None:
+    q, k, v = (torch.empty(2, tokens, heads, 64, dtype=torch.bfloat16) for tokens, heads in ((5, 4), (7, 2), (7, 2)))
+    expected = kernels()["sdpa_efficient" if DEVICE == "cuda" else "sdpa_flash"].run_with_lse(
+        *(tensor.to(DEVICE) for tensor in (q, k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1))), None
+    )
+    told = torch.ops.chitu.flash_attention_3(*(tensor.to("meta") for tensor in (q, k, v)), 0.125, False)
+    assert [(t.shape, t.dtype) for t in told] == [(t.shape, t.dtype) for t in expected]
+    assert all(tensor.is_contiguous() for tensor in told), "as the package allocates them"
+
+
 @pytest.mark.parametrize("name", kernels())
 def test_only_claims_a_log_sum_exp_that_it_has(name: str) -> None:
     kernel = kernels()[name]

@@ -24,6 +24,8 @@ COMPILED = [
     ("zimage", {"gather": 2}, "patch first"),
     ("flux", {"ring": 2}, "patch first"),
     ("wan", {"ring": 2}, "compile first"),
+    ("qwen", {"ulysses": 2, "overlap": 2}, "patch first"),
+    ("flux", {"gather": 2, "overlap": 2}, "compile first"),
 ]
 CLASSES = {"flux": 2, "qwen": 1, "wan": 1, "zimage": 1}
 CACHED = {

@@ -6,7 +6,8 @@
             --only $shape --keep --budget-seconds 115; done
 
 Model shapes are the real ones with random weights, bfloat16, compiled by repeated block (speed does not depend on the
-weights). Each mode is first compared with one GPU, then timed, then profiled. What is compiled is kept for the modes that
+weights). Each mode is first compared with one GPU, then timed, then profiled. A rank whose host is late holds up the others, so
+the microseconds of every host for a block are in the row too. What is compiled is kept for the modes that
 follow. A row is printed and stored as soon as it is there; a mode that fails, or is refused, is a row that says why.
 
 ``--graphs`` adds rows in which the denoiser is one CUDA graph (`step_graphs.py`), and one with the graphs that torch.compile
@@ -33,6 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from host_time import host_time
 from scaling_modes import Mode, many_graphs_a_block, modes, native_parallel
 from scaling_shapes import SHAPES, Shape
 from step_graphs import recorded
@@ -134,7 +136,7 @@ class Bench:
             row["graphs_compiled"] = counters["stats"]["unique_graphs"] - before
             row["relative_difference"] = self._compare(found)
             row["correct"] = row["relative_difference"] < TOLERANCE[self.dtype]
-            row |= self._time()
+            row |= self._time() | host_time(self._blocks(), self.call, self.wait)
             try:
                 row["where_ms"] = self._profile()
             except Exception as error:  # the time is measured already, and worth more than its parts
@@ -248,7 +250,9 @@ def measure(options: argparse.Namespace, device: torch.device, ranks: int, rank:
 
 def _wanted(title: str, words: list[str] | None) -> bool:
     """One GPU is always measured: the others are compared with it."""
-    return not words or title in ("one GPU, diffusers", "one GPU, ours") or any(word in title for word in words)
+    if not words or title in ("one GPU, diffusers", "one GPU, ours"):
+        return True
+    return any(word[1:] == title if word.startswith("=") else word in title for word in words)
 
 
 def attempt(bench: Bench, mode: Mode) -> dict[str, Any]:
@@ -276,6 +280,7 @@ def show(shape: str, title: str, rows: dict[str, Any]) -> None:
     print(
         f"{shape:10} {title:32} {row['ms']:9.2f} ms a step  {min(singles) / row['ms']:5.2f}×  off by "
         f"{row['relative_difference']:.1e}{'' if row['correct'] else ' WRONG'}  {row.get('where_ms', '')}  "
+        f"host {row.get('host_us_a_block', '-')} of which running {row.get('host_processor_us_a_block', '-')} µs a block  "
         f"compiled {row['graphs_compiled']}, took {row['took_s']} s",
         flush=True,
     )
@@ -285,7 +290,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure one picture on several GPUs, and store the numbers.")
     parser.add_argument("--size", choices=tuple(SHAPES), default="full")
     parser.add_argument("--only", nargs="*", choices=tuple(SHAPES["full"]), help="shapes; all of them if left out")
-    parser.add_argument("--modes", nargs="*", help="words in the names of modes; all of them if left out")
+    parser.add_argument("--modes", nargs="*", help="words in the names of modes, or =NAME; all of them if left out")
     parser.add_argument("--graphs", action="store_true", help="also with the denoiser recorded as a CUDA graph")
     parser.add_argument(
         "--backend", help="of torch.compile; inductor if left out, and eager, which only traces, for tiny"

@@ -16,15 +16,15 @@ from diffusers.hooks.context_parallel import remove_context_parallel
 class Mode:
     """One row of the table."""
 
-    parallel: dict[str, int] = field(default_factory=dict)
-    """Degrees of ours; empty: no parallelism."""
+    parallel: dict[str, Any] = field(default_factory=dict)
+    """Arguments of our `Parallel`; empty: no parallelism."""
     native: dict[str, Any] = field(default_factory=dict)
     """Arguments of diffusers' `ContextParallelConfig`."""
     attention: str | None = None
     backend: str | None = None
     """Attention backend set in diffusers."""
     patched: bool = False
-    overlap: bool = False
+    reorder: bool = False
     """Let the compiler move exchanges away from where their results are used."""
     eager: bool = False
     compile_mode: str | None = None
@@ -38,14 +38,14 @@ class Mode:
         found: dict[str, Any] = {"fullgraph": not self.native, "dynamic": False, "backend": backend}
         if backend != "inductor":
             return found
-        if self.overlap:
-            found["options"] = OVERLAP
+        if self.reorder:
+            found["options"] = REORDER
         elif self.compile_mode is not None:
             found["mode"] = self.compile_mode
         return found
 
 
-OVERLAP = {
+REORDER = {
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
 }
@@ -66,19 +66,28 @@ def modes(ranks: int, branches: int, cuda: bool, graphs: bool = False) -> dict[s
     whole = [title for title in best if not title.startswith("cfg")]
     rows = {"one GPU, diffusers": Mode(), "one GPU, ours": Mode(patched=True, attention=auto)}
     rows |= {title: ours[title] for title in best} | {stock: native[stock]}
+    rows |= {f"{title}, groups {n}": _in_groups(ours[title], n) for title in whole for n in GROUPS}
     rows |= {title: mode for title, mode in ours.items() if title not in rows}
     if graphs:
         rows |= {f"{title}, graphs": replace(rows[title], graphs=True) for title in ("one GPU, ours", *best, stock)}
     if cuda:  # its ring takes a backend that gives the log-sum-exp, which the default one does not
         native = {f"{title}, cuDNN": replace(mode, backend="_native_cudnn") for title, mode in native.items()}
     rows |= {title: mode for title, mode in native.items() if title not in rows}
-    rows |= {f"{title}, overlapped": replace(ours[title], overlap=True) for title in whole}
+    rows |= {f"{title}, reordered": replace(ours[title], reorder=True) for title in whole}
     if graphs:
-        rows |= {f"{title}, overlapped, graphs": replace(ours[title], overlap=True, graphs=True) for title in whole}
+        rows |= {f"{title}, reordered, graphs": replace(ours[title], reorder=True, graphs=True) for title in whole}
         rows[f"{whole[0]}, reduce-overhead"] = replace(ours[whole[0]], compile_mode="reduce-overhead")
     rows["one GPU, diffusers, eager"] = Mode(eager=True)
     rows["one GPU, diffusers, again"] = Mode()
     return rows
+
+
+GROUPS = (1, 2, 4)
+"""Head groups of attention, side by side; the row without their number has as many as `Parallel` chooses."""
+
+
+def _in_groups(mode: Mode, groups: int) -> Mode:
+    return replace(mode, parallel={**mode.parallel, "overlap": groups})
 
 
 def _degrees(ranks: int, branches: int) -> dict[str, dict[str, int]]:

@@ -6,6 +6,7 @@ Attention exchanges what it needs; everything else of a block works on each toke
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from .collectives import all_gather_dim, split
 from .layout import Layout, cut, cut_role, make_layout, tokens_of
 from .masks import key_mask, received_mask
 from .mesh import Mesh
+from .overlap import bytes_sent, groups_for
 from .params import Parallel
 
 
@@ -63,6 +65,8 @@ class ContextParallel(Feature):
         self.outer_group = mesh.outer.name
         self.outer_index = mesh.outer.index
         self.rings = parallel.ring > 1
+        self.heads: set[int] = set()
+        """Numbers of heads and of key heads that a rank attends with, of the layers that tell."""
         self.trunk_arguments: tuple[str, ...] = ()
         self.calls = 0
         self.seen: dict[str, None] = {}
@@ -98,7 +102,23 @@ class ContextParallel(Feature):
                 f"{site.path} has {heads} heads, which ulysses={self.ulysses} does not divide",
                 f"degrees that fit: {fit}; gather={self.ulysses} takes any number of heads",
             )
-        return None
+        return self._refuse_groups(site, heads)
+
+    def _refuse_groups(self, site: AttentionSite, heads: Any) -> Refusal | None:
+        if not isinstance(heads, int):
+            return None
+        here = {count // self.ulysses for count in (heads, key_heads(site.module, heads))}
+        self.heads |= here
+        wished = self.parallel.overlap
+        common = math.gcd(*here)
+        if wished == "auto" or common % wished == 0:
+            return None
+        fit = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        return Refusal(
+            f"{site.path} attends with {' on '.join(map(str, sorted(here, reverse=True)))} heads on each rank, which "
+            f"overlap={wished} does not divide",
+            f"head groups that fit: {fit}",
+        )
 
     def begin(self, generation: Generation) -> None:
         self.calls = 0
@@ -130,6 +150,7 @@ class ContextParallel(Feature):
                 f"context parallel: {self.parallel} spreads text over its ranks, which text='replicate' forbids and "
                 f"{layout.text[0]} text tokens on {self.axis.size} ranks may be too few for; ulysses or gather alone keep it whole"
             )
+        layout = layout._replace(groups=self._groups(layout, streams))
         ACTIVE.layout = layout
         self.calls += 1
         self.seen[_told(layout)] = None
@@ -149,6 +170,17 @@ class ContextParallel(Feature):
             role: None if tensor is None else _apart(cut_role(tensor, 1, "image" if packed else role, layout))
             for role, tensor in streams.items()
         }
+
+    def _groups(self, layout: Layout, streams: Streams) -> int:
+        """Head groups for this trunk: by sizes that are the same on every rank, as the exchanges have to be."""
+        if self.parallel.overlap != "auto":
+            return self.parallel.overlap
+        if not self.parallel.overlaps or not self.heads:
+            return 1
+        main: Any = streams.get("image", streams.get("joint"))
+        tokens = main.shape[0] * tokens_of("joint", layout)
+        row = main.shape[2] * main.element_size()
+        return groups_for(bytes_sent(tokens, row, self.ulysses, self.parallel.gather), self.heads)
 
     def block_in(self, call: Call, block: BlockSite, inputs: BlockInputs) -> None:
         if ACTIVE.layout is not None:
@@ -238,16 +270,17 @@ class ContextParallel(Feature):
                 f"{ctx.layer}: {q.shape[2]} heads on {k.shape[2]} key heads, which ulysses={self.ulysses} does not divide; "
                 "gather takes any number"
             )
+        groups = self._groups_of(q, k, ctx, layout)
         if shared and self.outer == 1:
             return exchange.ulysses_shared(
-                q, k, v, layout.image, layout.rank, text, layout.text_first, self.group, ctx.next
+                q, k, v, layout.image, layout.rank, text, layout.text_first, self.group, ctx.next, groups
             )
         if shared:
-            return exchange.gather_shared(q, k, v, layout.image, text, layout.text_first, self.group, ctx.next)
+            return exchange.gather_shared(q, k, v, layout.image, text, layout.text_first, self.group, ctx.next, groups)
         if self.outer == 1:
-            return exchange.ulysses(q, k, v, sizes, self.group, ctx.next)
+            return exchange.ulysses(q, k, v, sizes, self.group, ctx.next, groups)
         if self.ulysses == 1:
-            return self._outer(q, k, v, sizes, ctx)
+            return self._outer(q, k, v, sizes, ctx, groups)
         U = self.ulysses
         chunks = tuple(sum(sizes[place * U : place * U + U]) for place in range(self.outer))
         mine = sizes[self.outer_index * U : self.outer_index * U + U]
@@ -257,11 +290,25 @@ class ContextParallel(Feature):
 
         return exchange.ulysses(q, k, v, mine, self.ulysses_group, inner)
 
-    def _outer(self, q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...], ctx: AttentionContext) -> Tensor:
+    def _groups_of(self, q: Tensor, k: Tensor, ctx: AttentionContext, layout: Layout) -> int:
+        """Head groups for this layer: those of the trunk, or one where heads differ by more than their numbers."""
+        divides = q.shape[2] // self.ulysses % layout.groups == 0 == k.shape[2] // self.ulysses % layout.groups
+        if ctx.mask is not None and ctx.mask.shape[1] > 1:
+            return 1  # each head has a mask of its own, which stays in one piece
+        if divides or self.parallel.overlap == "auto":
+            return layout.groups if divides else 1
+        raise GenerationError(
+            f"{ctx.layer}: {q.shape[2]} heads on {k.shape[2]} key heads over ulysses={self.ulysses}, which "
+            f"overlap={layout.groups} does not divide; use overlap=1"
+        )
+
+    def _outer(
+        self, q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...], ctx: AttentionContext, groups: int = 1
+    ) -> Tensor:
         """Ring, or gathered keys and values, over the outer axis."""
         if self.rings:
             return exchange.ring(q, k, v, sizes, self.outer_index, self.outer_group, ctx.next_with_lse)
-        return exchange.gather(q, k, v, sizes, self.outer_group, ctx.next)
+        return exchange.gather(q, k, v, sizes, self.outer_group, ctx.next, groups)
 
     def _mask_of_heads(self, mask: Tensor) -> Tensor:
         """The rows of a mask that differs between heads which belong to this rank's heads."""
@@ -284,7 +331,14 @@ def _apart(tensor: Tensor) -> Tensor:
 
 def _told(layout: Layout) -> str:
     words = f", {_numbers(layout.text)} text{' on every rank' if layout.shared else ''}" if any(layout.text) else ""
-    return f"{_numbers(layout.image)} {'image' if words else 'tokens'}{words}"
+    groups = f", heads in {layout.groups} groups" if layout.groups > 1 else ""
+    return f"{_numbers(layout.image)} {'image' if words else 'tokens'}{words}{groups}"
+
+
+def key_heads(module: Any, heads: int) -> int:
+    """Key heads of an attention layer, by the width of its projections; as many as heads where they do not tell."""
+    inner, keys = getattr(module, "inner_dim", None), getattr(module, "inner_kv_dim", None)
+    return heads * keys // inner if isinstance(inner, int) and isinstance(keys, int) and inner else heads
 
 
 def _numbers(sizes: tuple[int, ...]) -> str:

@@ -30,6 +30,8 @@ class Layout(NamedTuple):
     """Every rank holds all text tokens."""
     text_first: bool
     """Order of text and image inside joint attention."""
+    groups: int = 1
+    """Head groups in which attention is exchanged."""
 
     def whole(self, tokens: int) -> int:
         """Tokens on all ranks of a sequence of which this rank has `tokens`; a sequence that is not spread stays as it is."""

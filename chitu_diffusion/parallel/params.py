@@ -21,8 +21,8 @@ class Parallel:
     which never talk to each other.
 
     Raises:
-        PatchError: a degree is not a whole number from 1 on, there are both ring and gather, or `text` or `prompt` is not one of
-            its words.
+        PatchError: a degree is not a whole number from 1 on, there are both ring and gather, `text` or `prompt` is not one of
+            its words, or `overlap` is set for degrees that exchange in another way.
     """
 
     cfg: int = 1
@@ -38,6 +38,9 @@ class Parallel:
     """Whether text tokens are spread like image tokens, or whole on every rank; auto spreads them where there is one a rank."""
     prompt: Literal["once", "each"] = "once"
     """Whether the first rank of a picture encodes the prompt and the others get its embeddings, or each rank encodes it."""
+    overlap: int | Literal["auto"] = "auto"
+    """Head groups in which Ulysses or gather alone exchange and attend, so that one group is on its way while another
+    attends: exact. 1 exchanges everything at once; auto divides what is large, see `overlap.py`."""
     group: Any = None
     """Process group or one-dimensional device mesh to divide, in place of the whole world."""
 
@@ -54,6 +57,19 @@ class Parallel:
             raise PatchError(f"parallel: unknown text={self.text!r}{nearest(str(self.text), TEXT)}")
         if self.prompt not in PROMPT:
             raise PatchError(f"parallel: unknown prompt={self.prompt!r}{nearest(str(self.prompt), PROMPT)}")
+        self._check_overlap()
+
+    def _check_overlap(self) -> None:
+        if self.overlap == "auto":
+            return
+        if not isinstance(self.overlap, int) or isinstance(self.overlap, bool) or self.overlap < 1:
+            raise PatchError(
+                f"parallel: overlap={self.overlap!r} is to be a number of head groups, 1 or more, or 'auto'"
+            )
+        if self.overlap > 1 and not self.overlaps:
+            raise PatchError(
+                f"parallel: overlap={self.overlap} divides the heads of ulysses or gather alone, and this is {self}; leave it out"
+            )
 
     @property
     def outer(self) -> int:
@@ -64,6 +80,11 @@ class Parallel:
     def context(self) -> int:
         """Ranks over which the tokens of one branch are spread."""
         return self.ulysses * self.outer
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether attention can be exchanged in head groups: the ring overlaps by itself, and USP exchanges twice."""
+        return self.ring == 1 and (self.ulysses > 1) != (self.gather > 1)
 
     @property
     def ranks(self) -> int:
