@@ -399,7 +399,7 @@ def _scaling_text(data: dict[str, Any], single: bool) -> str:
     if single:
         return f"""The modes gave the picture of one GPU within {100 * far:.1g} % (2-norm of the latents, bfloat16). *Collectives* and *idle* are
 milliseconds of a step in which the GPU exchanged, or did nothing. *Graphs*: the denoiser recorded as one CUDA graph;
-*overlapped*: inductor moves the exchanges."""
+*groups N*: attention is exchanged in N head groups; *reordered*: inductor moves the exchanges."""
     return f"""Every mode gave the picture of one GPU within {100 * far + 0.05:.1f} % (2-norm of the latents, bfloat16). *Collectives* and *idle* are milliseconds of
 a step in which the GPU exchanged, or did nothing: at 1024² the host is what is waited for. Letting inductor move the exchanges
 (*overlapped*) made steps slower."""
