@@ -24,7 +24,7 @@ OPTIONS = {
     "run": [
         "--prompt", "--prompts", "--negative-prompt", "--steps", "--guidance", "--height", "--width", "--seed",
         "--num-images", "--image", "--mask", "--num-frames", "--fps", "--set", *MODEL, *FEATURES, "--nproc",
-        "--cfg-parallel", "--ulysses", "--ring", "--gather", "--output",
+        "--cfg-parallel", "--ulysses", "--ring", "--gather", "--overlap", "--encode-prompt", "--output",
     ],
     "verify": [
         *MODEL, "--prompt", "--negative-prompt", "--steps", "--guidance", "--height", "--width", "--seed", "--image",

@@ -102,7 +102,7 @@ def test_the_request_hides_nothing(models: Path, tmp_path: Path) -> None:
         "arguments": {"max_sequence_length": 16},
         "dtype": "bfloat16", "device": "cpu", "require_gpu": False, "attention": "sdpa_math", "cache": "static",
         "cache_args": {"steps": "0"}, "output": str(tmp_path / "out"),
-        **dict.fromkeys(("nproc", "cfg_parallel", "ulysses", "ring", "gather")),
+        **dict.fromkeys(("nproc", "cfg_parallel", "ulysses", "ring", "gather", "overlap", "encode_prompt")),
     }  # fmt: skip
     assert request["call"]["placed"]["guidance"] == "true_cfg_scale"
     assert request["call"]["shape"]["tokens"] == 64

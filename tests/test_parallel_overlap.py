@@ -17,7 +17,8 @@ from chitu_diffusion.parallel.overlap import LARGE, PART, bytes_sent, groups_for
 from chitu_hooks import PatchError
 
 TOLERANCE = 1e-5
-B, S, H, G, D = 2, 7, 8, 4, 4
+B, S, H, G, D = 2, 7, 16, 8, 4
+SIZES = {2: (4, 3), 4: (2, 2, 2, 1)}
 ODD_SIZES = {"length": 7}
 
 CASES = [
@@ -67,7 +68,8 @@ def pieces(rank: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     text = 3
     q, k, v = (torch.randn(B, text + S, heads, D, generator=generator) for heads in (H, G, G))
-    sizes, group, found = (4, 3), torch.distributed.group.WORLD.group_name, {}
+    sizes, group = SIZES[torch.distributed.get_world_size()], torch.distributed.group.WORLD.group_name
+    found: dict[str, Any] = {}
     expected = attend(q, k, v)
     first = text + sum(sizes[:rank])
     here = [*range(first, first + sizes[rank])]
@@ -116,26 +118,33 @@ def found() -> list[Any]:
     return on_ranks(work, 2, CASES, timeout=120)
 
 
+@pytest.fixture(scope="module")
+def cut(found: list[Any]) -> list[Any]:
+    """What `pieces` found on each of two ranks, and on each of four."""
+    return [pieces for pieces, _, _ in found] + on_ranks(pieces, 4)
+
+
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", ["", "_shared", "_shared last"])
 @pytest.mark.parametrize("name", ["ulysses", "gather"])
-def test_groups_equal_one_piece(found: list[Any], name: str, shared: str) -> None:
-    for pieces, _, _ in found:
+def test_groups_equal_one_piece(cut: list[Any], name: str, shared: str) -> None:
+    assert len(cut) == 6
+    for rank in cut:
         for N in (1, 2):
-            far, words = pieces[f"{name}{shared} {N}"]
+            far, words = rank[f"{name}{shared} {N}"]
             assert words.count("attend") == N
             assert far < TOLERANCE
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_what_comes_is_started_before_anything_attends(found: list[Any]) -> None:
-    for pieces, _, _ in found:
+def test_what_comes_is_started_before_anything_attends(cut: list[Any]) -> None:
+    for rank in cut:
         for shared in ("", "_shared"):
             attends = ["start", "start", "wait", "attend", "start", "wait", "attend", "start", "wait", "wait"]
-            assert pieces[f"ulysses{shared} 2"][1] == attends, "and what goes back is waited for after all of it"
-            assert pieces[f"gather{shared} 2"][1] == ["start", "start", "wait", "attend", "wait", "attend"]
+            assert rank[f"ulysses{shared} 2"][1] == attends, "and what goes back is waited for after all of it"
+            assert rank[f"gather{shared} 2"][1] == ["start", "start", "wait", "attend", "wait", "attend"]
 
 
 @pytest.mark.multiprocess

@@ -13,6 +13,7 @@ import tiny
 from chitu_diffusion.demo import DEFAULTS
 from chitu_diffusion.runtime import DiffusionTask, RequestError, plan_call, shape_of
 from chitu_diffusion.runtime.task import option
+from chitu_hooks import ChituError
 
 
 def task(**over: Any) -> DiffusionTask:
@@ -23,7 +24,7 @@ FULL = dict(
     prompts=("a", "b"), model="m", hook_map="h", negative_prompt="n", steps=3, guidance=2.5, height=8, width=16,
     num_images=2, num_frames=5, fps=8.0, seed=11, image="i", mask="k", arguments={"eta": 0.5}, dtype="float16",
     device="cpu", require_gpu=True, attention="sdpa_math", cache="static", cache_args={"steps": "0,1"}, nproc=4,
-    cfg_parallel=2, ulysses=2, ring=1, gather=1, output="o",
+    cfg_parallel=2, ulysses=2, ring=1, gather=1, overlap=1, encode_prompt="each", output="o",
 )  # fmt: skip
 
 
@@ -232,3 +233,16 @@ def test_a_pipeline_that_starts_from_a_picture_asks_for_it() -> None:
         plan_call(inpaint, task(), {"image": object()})
     plan = plan_call(inpaint, task(), {"image": 1, "mask": 2})
     assert plan.placed == {"image": "image", "mask": "mask_image"}
+
+
+def test_how_ranks_work_goes_to_parallel() -> None:
+    from chitu_diffusion.runtime.generator import choose
+
+    made = choose(task(ulysses=2, overlap=3, encode_prompt="each"))["parallel"]
+    assert (made.ulysses, made.overlap, made.prompt) == (2, 3, "each")
+    left = choose(task(ulysses=2))["parallel"]
+    assert (left.overlap, left.prompt) == ("auto", "once")
+    with pytest.raises(RequestError, match="--encode-prompt each is about several ranks; say how many"):
+        task(nproc=2, encode_prompt="each")
+    with pytest.raises(ChituError, match="unknown prompt='eech'; nearest: each"):
+        choose(task(ulysses=2, encode_prompt="eech"))

@@ -109,6 +109,14 @@ Gather = Annotated[
     int | None,
     _option(RANKS, "--gather", "Ranks over which tokens are divided; attention gathers keys and values.", "N"),
 ]
+Overlap = Annotated[
+    int | None,
+    _option(RANKS, "--overlap", "Head groups exchanged one beside another's attention; by size if left out.", "N"),
+]
+EncodePrompt = Annotated[
+    str | None,
+    _option(RANKS, "--encode-prompt", "once, by one rank for all (the default), or each, by every rank.", "WHERE"),
+]
 
 
 def pairs(option: str, entries: list[str] | None) -> dict[str, str]:

@@ -49,6 +49,8 @@ def run(
     ulysses: o.Ulysses = None,
     ring: o.Ring = None,
     gather: o.Gather = None,
+    overlap: o.Overlap = None,
+    encode_prompt: o.EncodePrompt = None,
     output: Annotated[
         str | None,
         typer.Option(
@@ -75,7 +77,8 @@ def run(
         width=width, seed=seed, num_images=num_images, image=image, mask=mask, num_frames=num_frames, fps=fps,
         arguments=arguments, model=model, hook_map=hook_map, dtype=dtype, device=device, require_gpu=require_gpu,
         attention=attention, cache=cache, cache_args=cache_args, nproc=nproc,
-        cfg_parallel=cfg_parallel, ulysses=ulysses, ring=ring, gather=gather, output=output,
+        cfg_parallel=cfg_parallel, ulysses=ulysses, ring=ring, gather=gather, overlap=overlap,
+        encode_prompt=encode_prompt, output=output,
     )  # fmt: skip
     if not starts_ranks(task):
         draw(task)

@@ -18,8 +18,14 @@ from .params import Parallel
 def auto_parallel(pipe: Any, hook_map: HookMap) -> Parallel:
     """Guidance first, which exchanges once a step; then tokens.
 
-    On two ranks gathered keys and values cost as many bytes as Ulysses and half as many exchanges; on more, Ulysses sends
-    less, as far as it divides the heads. It stays within a machine: its ranks are neighbours, and it exchanges most often.
+    On two ranks gathered keys and values are as many bytes as Ulysses' four tensors, in one exchange in place of two, and
+    nothing is put in another order: FLUX.1 at 2048² took 370.7 and 374.8 ms a step in two runs on two H200s, Ulysses 377.7
+    and 376.9. On more ranks Ulysses sends less, as far as it divides the heads. It stays within a machine: its ranks are
+    neighbours, and it exchanges most often.
+
+    Where heads run out, the ranks that are left gather too, and do not pass keys round: a ring takes no mask, needs a kernel
+    that gives the log-sum-exp, and rounds once more for each part. What it saves is room for one layer's keys and values,
+    12 KiB a token of FLUX.1 in bfloat16. It is there by name, ``Parallel(ring=2, ulysses=8)``.
 
     Raises:
         PatchError: no process group.

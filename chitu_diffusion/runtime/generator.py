@@ -169,7 +169,14 @@ def _parallel(task: DiffusionTask) -> Any:
         return None
     if not (task.cfg_parallel or task.ulysses or task.ring or task.gather):
         return "auto"
-    return Parallel(cfg=task.cfg_parallel or 1, ulysses=task.ulysses or 1, ring=task.ring or 1, gather=task.gather or 1)
+    return Parallel(
+        cfg=task.cfg_parallel or 1,
+        ulysses=task.ulysses or 1,
+        ring=task.ring or 1,
+        gather=task.gather or 1,
+        overlap=task.overlap if task.overlap is not None else "auto",
+        prompt=task.encode_prompt or "once",  # type: ignore[arg-type]
+    )
 
 
 def local_rank() -> int:

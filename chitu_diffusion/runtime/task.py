@@ -72,6 +72,10 @@ class DiffusionTask:
     """Ranks for the tokens of one branch, passing keys and values round."""
     gather: int | None = None
     """Ranks for the tokens of one branch, gathering keys and values."""
+    overlap: int | None = None
+    """Head groups of attention; None divides what is large."""
+    encode_prompt: str | None = None
+    """Whether one rank encodes the prompt for all, ``once``, or ``each`` for itself; None is once."""
     output: str | None = None
     """Folder to write; None is a new one under ``outputs/``."""
 
@@ -89,6 +93,12 @@ class DiffusionTask:
             raise RequestError(f"--guidance {self.guidance:g} is not possible; it is 0 or more")
         if not 0 <= self.seed < 2**63:
             raise RequestError(f"--seed {self.seed} is not possible; it is a whole number from 0 to 2^63 - 1")
+        for name in ("overlap", "encode_prompt"):
+            if getattr(self, name) is not None and all(getattr(self, degree) is None for degree in DEGREES):
+                raise RequestError(
+                    f"{option(name)} {getattr(self, name)} is about several ranks; say how many, as with --cfg-parallel 2 or "
+                    "--ulysses 2"
+                )
         if self.cache is None and self.cache_args:
             raise RequestError(f"--cache-arg {next(iter(self.cache_args))} needs a cache to go to; add --cache NAME")
 
