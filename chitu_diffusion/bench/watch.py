@@ -141,8 +141,9 @@ class Watcher(Feature):
     def _tokens(self, call: Call) -> int | None:
         """How many image tokens this call computed, where a cache left out some of them: its leaves ran on those."""
         memory = call.branch.memory(self)
-        counts = Counter(call.generation.fewer.get((call.denoiser.name, call.branch.name)))
-        new, memory.fewer = counts - getattr(memory, "fewer", Counter()), counts
+        counts: Counter[int] = Counter(call.generation.fewer.get((call.denoiser.name, call.branch.name)))
+        before: Counter[int] = vars(memory).get("fewer", Counter())
+        memory.fewer, new = counts, counts - before
         return next(iter(new), None)
 
     def _of(self, call: Call, tokens: int | None) -> dict[str, float]:
