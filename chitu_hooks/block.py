@@ -48,7 +48,7 @@ class BlockSeam:
         self.block_out = engine.having("block_out")
         skipping = [feature for feature in engine.features if feature.skips_trunk]
         self.keeps_residuals = bool(skipping)
-        self.observes = bool(self.trunk_in or self.trunk_out or self.block_in or self.block_out)
+        self.observes = bool(self.block_in or self.block_out)
         wishes = {(feature.front, feature.back, feature.reuses): feature for feature in skipping}
         if len(wishes) > 1:
             names = " and ".join(f"{feature.name} (front, back, reuses = {wish})" for wish, feature in wishes.items())

@@ -271,15 +271,22 @@ class Generation:
         return sum(seen.values())
 
 
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.Size})
+"""Types of what is kept most often and holds no tensors: signatures of calls are long."""
+
+
 def _collect(value: Any, seen: dict[int, int]) -> None:
-    if isinstance(value, torch.Tensor):
-        storage = value.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, seen)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _collect(item, seen)
-    elif isinstance(value, SimpleNamespace):
-        _collect(vars(value), seen)
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if type(item) in _PLAIN:
+            continue
+        if isinstance(item, torch.Tensor):
+            storage = item.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(item, dict):
+            waiting.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            waiting.extend(item)
+        elif isinstance(item, SimpleNamespace):
+            waiting.extend(vars(item).values())

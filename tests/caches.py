@@ -50,7 +50,7 @@ ACTS: dict[str, Params] = {
     "pab": PAB(interval=3),
     "planned": Planned(budget=0.4, stretch=True),
     "planned guarded": Planned(speedup=2.5, stretch=True, guard=2),
-    "cubic": Cubic(warmup=2, static=0.4, medium=0.7, static_interval=5, medium_interval=2, region=2),
+    "cubic": Cubic(warmup=2, static=0.4, medium=0.7, static_interval=6, medium_interval=3, active_interval=2, region=2),
     "taylorseer": TaylorSeer(order=2, interval=3),
     "taylorseer feature": TaylorSeer(order=1, interval=3, of="feature"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from chitu_diffusion.flexcache.regions import places_above
 from chitu_hooks import RefusedError
 
 pytestmark = pytest.mark.filterwarnings("ignore::chitu_hooks.ChituWarning")
-PARAMS = Cubic(warmup=3, static=0.3, medium=0.6, static_interval=5, medium_interval=2, region=3, cooldown=1)
+PARAMS = Cubic(
+    warmup=2, static=0.3, medium=0.6, static_interval=6, medium_interval=3, active_interval=1, region=3, cooldown=0
+)
 SIZES: dict[str, dict[str, Any]] = {"flux": {}, "sd3": {}, "wan": {"height": 64, "width": 64}}
 TEXT_FIRST = {"flux": True, "sd3": False, "wan": False}
 FIRST = {"flux": "transformer_blocks", "sd3": "transformer_blocks", "wan": "blocks"}
@@ -65,20 +68,23 @@ class Reference:
         self.frozen = self.frozen_at(position, m)
         self.counts.append(self.entry.shape[1] - len(self.frozen))
         if not self.frozen:
-            m["full"] = m["medium"] = position
+            m["full"] = m["medium"] = m["active"] = position
 
     def frozen_at(self, position: int, m: dict[str, Any]) -> list[int]:
         p = self.params
         if position < p.warmup or position >= STEPS - p.cooldown:
             return []
-        if "scores" not in m:
-            m["scores"] = scores(m["seen"], p.region)
+        first = self.memories[0]
+        if "scores" not in first:
+            first["scores"] = scores(first["seen"], p.region)
         if position - m["full"] >= p.static_interval:
             return []
-        limit = p.medium
+        if position - m["active"] < p.active_interval:
+            return list(range(self.entry.shape[1]))
+        limit, m["active"] = p.medium, position
         if position - m["medium"] >= p.medium_interval:
             m["medium"], limit = position, p.static
-        return [i for i, score in enumerate(m["scores"]) if score < limit]
+        return [i for i, score in enumerate(first["scores"]) if score < limit]
 
     def attention(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         tokens = self.entry.shape[1]
@@ -94,12 +100,18 @@ class Reference:
         return self.sdpa(query, key, value, *args, **kwargs)
 
     def ends(self, norm: Any, args: Any) -> Any:
-        x, m = args[0].clone(), self.m
-        if self.frozen:
-            x[:, self.frozen] = self.entry[:, self.frozen] + m["added"][:, self.frozen]
-        else:
+        x, m, position = args[0].clone(), self.m, self.call // ALL[self.name].branches
+        values = m.setdefault(
+            "values", [[] for _ in range(x.shape[1])]
+        )  # of each token, the last two times it was computed
+        for i, known in enumerate(values):
+            if i not in self.frozen:
+                values[i] = [*known[-1:], (position, x[:, i] - self.entry[:, i])]
+                continue
+            (before, old), (at, new) = known
+            x[:, i] = self.entry[:, i] + new + 0.5 * (position - at) * (new - old) / (at - before)
+        if not self.frozen:
             m["seen"].append(x.clone())
-        m["added"] = x - self.entry
         return (x, *args[1:])
 
     def run(self, **over: Any) -> torch.Tensor:
@@ -112,14 +124,18 @@ class Reference:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("active_interval", [1, 2])
 @pytest.mark.parametrize("name", SIZES)
-def test_cubic(name: str, batch: int) -> None:
-    reference = Reference(name, PARAMS)
+def test_cubic(name: str, active_interval: int, batch: int) -> None:
+    params = replace(PARAMS, active_interval=active_interval)
+    reference = Reference(name, params)
     expected = reference.run(batch=batch, **SIZES[name])
     branches = ALL[name].branches
     for branch in range(branches):
-        sizes = set(reference.counts[branch::branches])
-        assert len(sizes) == 3, "all tokens, those that are not static, and the active ones"
+        assert reference.counts[branch::branches] == reference.counts[::branches], "branches agree"
+    held = [count for count in reference.counts if not count]
+    assert len(set(reference.counts) - {0}) == 3, "all tokens, those that are not static, and the active ones"
+    assert bool(held) == (active_interval > 1), "and none"
     pipe, log = build(name), Log()
     stock = run(name, pipe, STEPS, batch=batch, **SIZES[name])
     seen: list[int] = []
@@ -129,11 +145,13 @@ def test_cubic(name: str, batch: int) -> None:
         ),
         with_kwargs=True,
     )
-    with patch(pipe, cache=PARAMS, features=(log,)) as handle:
+    with patch(pipe, cache=params, features=(log,)) as handle:
         result = run(name, pipe, STEPS, batch=batch, **SIZES[name])
         report = handle.report().features[-1]
-    assert seen == reference.counts, "blocks are handed the active tokens only"
-    assert log.hits == report["hits"] == sum(count < max(seen) for count in seen) > 0
+    assert seen == [count for count in reference.counts if count], (
+        "blocks are handed the active tokens only, or not called"
+    )
+    assert log.hits == report["hits"] == sum(count < max(seen) for count in reference.counts) > 0
     assert report["batch_coupled"] and report["bytes_held"] > 0
     assert difference(result, expected) < 1e-5
     assert difference(result, stock) > 1e-3

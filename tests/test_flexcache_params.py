@@ -132,7 +132,7 @@ WORDS: dict[str, list[str]] = {
     "meancache": ["steps=growing", "budget=5", "window=2"],
     "blockdance": ["boundary=0.5", "group=3"],
     "pab": ["interval=3", "kinds=self"],
-    "cubic": ["warmup=2", "static=0.4", "medium=0.7", "static_interval=5", "medium_interval=2", "region=2"],
+    "cubic": ["warmup=2", "static=0.4", "medium=0.7", "static_interval=5", "active_interval=1", "region=2"],
     "taylorseer": ["interval=3", "order=2", "of=feature"],
     "planned": ["budget=0.5", "guard=1"],
 }

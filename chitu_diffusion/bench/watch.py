@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from chitu_diffusion.flexcache.flops import flops_by_module, spec_of
+from chitu_diffusion.flexcache.fewer import hold_fewer
+from chitu_diffusion.flexcache.flops import Prepare, flops_by_module, spec_of
 from chitu_diffusion.runtime.metrics import is_last
 from chitu_hooks import Call, Feature, Generation, Order, StepCall
 
@@ -22,12 +23,15 @@ FULL, PART, SKIPPED = "full", "part", "skipped"
 """A denoiser call in which every block ran, some did, or none."""
 
 
-def leaf_flops(denoiser: nn.Module, args: Any, kwargs: Any) -> dict[str, float]:
+def leaf_flops(
+    denoiser: nn.Module, args: Any, kwargs: Any, prepare: Prepare = contextlib.nullcontext
+) -> dict[str, float]:
     """Dotted path of each leaf module -> FLOPs that go with one call of it; together they are those of the call.
 
-    What a module does outside its children, such as attention, goes with the first leaf inside it that is run.
+    What a module does outside its children, such as attention, goes with the first leaf inside it that is run. `prepare`
+    changes the copy on which the call is repeated.
     """
-    _, counts = flops_by_module(denoiser, args, kwargs)
+    _, counts = flops_by_module(denoiser, args, kwargs, prepare)
     root = type(denoiser).__name__
     totals = {path.removeprefix(root).removeprefix("."): sum(ops.values()) for path, ops in counts.items()}
     totals.pop("Global")
@@ -117,7 +121,7 @@ class Watcher(Feature):
         call.branch.memory(self).specs = (spec_of(call.args), spec_of(call.kwargs))
 
     def denoiser_out(self, call: Call) -> None:
-        leaves = self._of(call)
+        leaves = self._of(call, self._tokens(call))
         self.flops += sum(leaves.get(path, 0.0) * count for path, count in self._ran.items())
         blocks = [f"{block.path}." for stack in call.denoiser.stacks for block in stack.blocks]
         ran = sum(any(path.startswith(block) for path in self._ran) for block in blocks)
@@ -130,16 +134,29 @@ class Watcher(Feature):
             self.latents = step.next_sample
 
     def end(self, generation: Generation) -> None:
-        # Attention that was recalled in the attention seam: the layers around it ran, and it went with the first of them.
+        # Attention that was recalled in the attention seam: the layers around it ran, and it went with the first of them; and
+        # what attention on kept keys cost on top.
         self.flops -= generation.saved_flops
 
-    def _of(self, call: Call) -> dict[str, float]:
+    def _tokens(self, call: Call) -> int | None:
+        """How many image tokens this call computed, where a cache left out some of them: its leaves ran on those."""
+        memory = call.branch.memory(self)
+        counts: Counter[int] = Counter(call.generation.fewer.get((call.denoiser.name, call.branch.name)))
+        before: Counter[int] = vars(memory).get("fewer", Counter())
+        memory.fewer, new = counts, counts - before
+        return next(iter(new), None)
+
+    def _of(self, call: Call, tokens: int | None) -> dict[str, float]:
         """FLOPs by leaf, for the shapes of this call."""
         args, kwargs = call.branch.memory(self).specs
-        key = repr((call.denoiser.name, args, kwargs))
+        key = repr((call.denoiser.name, args, kwargs, tokens))
+
+        def prepare(copy: nn.Module) -> contextlib.AbstractContextManager[Any]:
+            return contextlib.nullcontext() if tokens is None else hold_fewer(copy, call.denoiser, tokens)
+
         if key not in self._leaves:
             try:
-                self._leaves[key] = leaf_flops(call.denoiser.inner, args, kwargs)
+                self._leaves[key] = leaf_flops(call.denoiser.inner, args, kwargs, prepare)
             except (RuntimeError, NotImplementedError, AttributeError, TypeError, KeyError) as error:
                 lines = str(error).splitlines() or [""]
                 self.problem = f"{type(call.denoiser.inner).__name__} does not run on the meta device: {lines[0][:120]}"

@@ -21,13 +21,21 @@ def copied(value: Any) -> Any:
 
 def norm_l1(value: Any) -> torch.Tensor:
     """Sum of absolute values of each sample, (B,), float32."""
-    return torch.cat([torch.linalg.vector_norm(t.flatten(1), 1, dim=1, dtype=torch.float32) for t in tensors(value)])
+    return _joined([_sums(tensor) for tensor in tensors(value)])
 
 
 def distance_l1(new: Any, old: Any) -> torch.Tensor:
     """Sum of absolute differences of each sample, (B,), float32."""
     pairs = zip(tensors(new), tensors(old), strict=True)
-    return torch.cat([torch.linalg.vector_norm((a - b).flatten(1), 1, dim=1, dtype=torch.float32) for a, b in pairs])
+    return _joined([_sums(a - b) for a, b in pairs])
+
+
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(tensor.flatten(1), 1, dim=1, dtype=torch.float32)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def relative_l1(new: Any, old: Any) -> torch.Tensor:

@@ -96,10 +96,15 @@ def filled(tensor: Tensor, few: Fewer, stale: Tensor) -> Tensor:
     """All tokens of a stream (B, W + s, C) or (B, s, C): those that were computed, and `stale` (B, S, C) for the others."""
     count = len(few.image)
     whole = stale.index_copy(1, few.image, image_part(tensor, count, few.text_first))
+    return with_image(tensor, count, whole, few.text_first)
+
+
+def with_image(tensor: Tensor, count: int, image: Tensor, text_first: bool) -> Tensor:
+    """A stream whose `count` image tokens are replaced by `image`; the text tokens stay."""
     words = tensor.shape[1] - count
     if not words:
-        return whole
-    return torch.cat((tensor[:, :words], whole) if few.text_first else (whole, tensor[:, count:]), 1)
+        return image
+    return torch.cat((tensor[:, :words], image) if text_first else (image, tensor[:, count:]), 1)
 
 
 class _MasksFit(TorchFunctionMode):

@@ -1,6 +1,7 @@
 """Keys and values of tokens that are not computed, kept from the step at which they were, in code that torch.compile traces.
 
-As in `kept`, two opaque operators look up, when they run, what the branch of the call underway keeps.
+As in `kept`, two opaque operators look up, when they run, what the branch of the call underway keeps. Eager code calls what they
+do: an operator's way through the dispatcher costs the host more than the copies in it.
 
 Shape legend: B batch, s query and fresh key tokens, T all key tokens, H heads, h key heads, D head dim.
 """
@@ -35,15 +36,15 @@ def _keys() -> SimpleNamespace:
     return frozen_keys(call.branch)
 
 
-@torch.library.custom_op("chitu::keep_keys", mutates_args=("layer",))
-def keep(layer: Tensor, part: int, k_BThD: Tensor, v_BThD: Tensor) -> None:
-    """Keep a copy of all keys and values of call `part` of `layer`, if a later step may need them.
-
-    It declares to write to `layer`, which it does not, so that it is not optimised away.
-    """
+def keep_now(layer: Tensor, part: int, k_BThD: Tensor, v_BThD: Tensor) -> None:
+    """Keep a copy of all keys and values of call `part` of `layer`, if a later step may need them."""
     keys = _keys()
     if keys.open and keys.keeping:
         keys.kept[int(layer), part] = (k_BThD.clone(), v_BThD.clone())
+
+
+keep = torch.library.custom_op("chitu::keep_keys", keep_now, mutates_args=("layer",))
+"""`keep_now` in traced code. It declares to write to `layer`, which it does not, so that it is not optimised away."""
 
 
 @keep.register_fake
@@ -51,13 +52,12 @@ def _keep(layer: Tensor, part: int, k_BThD: Tensor, v_BThD: Tensor) -> None:
     return None
 
 
-@torch.library.custom_op("chitu::fill_keys", mutates_args=("layer",))
-def fill(
+def fill_now(
     layer: Tensor, part: int, k_BshD: Tensor, v_BshD: Tensor, places: Tensor, tokens: int, heads: int
 ) -> tuple[Tensor, Tensor]:
     """All keys and values: the fresh ones at `places` (s,), which replace the kept ones, and those kept of other tokens.
 
-    The result is a copy, since a compiler may write over what an operator returned.
+    They are what is kept, and only to be read.
     """
     kept = _keys().kept.get((int(layer), part))
     if kept is None or kept[0].shape[1] != tokens:
@@ -72,7 +72,16 @@ def fill(
     )  # attention on keys that were kept
     for whole, part_of in zip(kept, (k_BshD, v_BshD)):
         whole.index_copy_(1, places, part_of)
-    return kept[0].clone(), kept[1].clone()
+    return kept
+
+
+@torch.library.custom_op("chitu::fill_keys", mutates_args=("layer",))
+def fill(
+    layer: Tensor, part: int, k_BshD: Tensor, v_BshD: Tensor, places: Tensor, tokens: int, heads: int
+) -> tuple[Tensor, Tensor]:
+    """`fill_now` in traced code: a copy, since a compiler may write over what an operator returned."""
+    k_BThD, v_BThD = fill_now(layer, part, k_BshD, v_BshD, places, tokens, heads)
+    return k_BThD.clone(), v_BThD.clone()
 
 
 @fill.register_fake
@@ -105,7 +114,8 @@ class Fill(Feature):
             )
         if queries != keys or ctx.causal:
             raise GenerationError(f"{ctx.layer}: tokens cannot be left out of attention that is causal or not square")
-        k_BThD, v_BThD = fill(ctx.site.layer, ctx.part, k_BshD, v_BshD, places, tokens, q_BsHD.shape[2])
+        filling = fill if torch.compiler.is_compiling() else fill_now
+        k_BThD, v_BThD = filling(ctx.site.layer, ctx.part, k_BshD, v_BshD, places, tokens, q_BsHD.shape[2])
         mask = ctx.mask
         if mask is not None:
             ctx.mask = mask_of_fewer(mask, places, tokens)

@@ -10,15 +10,28 @@ from chitu_hooks import Call
 
 from ..params import Cubic
 from ..regions import distances, places_above, score
+from .static import DAMPED
 from .tokens import TokenStrategy
 
 
 class CubicStrategy(TokenStrategy):
-    """Sorts the tokens once, after `warmup`; then each step computes all, those that are not static, or the active ones."""
+    """Sorts the tokens once, after `warmup`; then each step computes all, those that are not static, the active ones, or none.
+
+    All branches of a denoiser go by the tokens of the first: guidance takes their difference, and blows up that of a token that
+    is held in one and not in the other.
+    """
 
     params: Cubic
     adaptive = True
-    start: ClassVar[dict[str, Any]] = {**TokenStrategy.start, "seen": (), "sorted": None, "full": 0, "medium": 0}
+    damping = DAMPED
+    start: ClassVar[dict[str, Any]] = {
+        **TokenStrategy.start,
+        "seen": (),
+        "sorted": None,
+        "full": 0,
+        "medium": 0,
+        "active": 0,
+    }
 
     def watch(self, call: Call, image: Tensor) -> None:
         memory = self.memory(call.branch)
@@ -26,17 +39,34 @@ class CubicStrategy(TokenStrategy):
             memory.seen += (distances(image, self.params.region),)
 
     def wants(self, call: Call) -> bool:
-        memory, position = self.memory(call.branch), call.step.position
+        params, memory, position = self.params, self.memory(call.branch), call.step.position
         if memory.sorted is None:
-            if len(memory.seen) < max(2, self.params.warmup):
+            memory.sorted = self._sorted(call)
+            if memory.sorted is None:
                 return False
-            memory.sorted, memory.seen = self._sort(call, memory.seen, memory.residual), ()
-        if position - memory.full >= self.params.static_interval:
+        not_static, active = memory.sorted
+        if active is None or position - memory.full >= params.static_interval:
             return False
-        medium = position - memory.medium >= self.params.medium_interval
-        memory.medium = position if medium else memory.medium
-        memory.places = memory.sorted[0 if medium else 1]
+        if position - memory.active < params.active_interval:
+            memory.places = None
+            return True
+        medium = position - memory.medium >= params.medium_interval
+        memory.places = not_static if medium else active
+        memory.active, memory.medium = position, position if medium else memory.medium
         return memory.places is not None
+
+    def _sorted(self, call: Call) -> tuple[Tensor | None, Tensor | None] | None:
+        """What `_sort` says of the denoiser's first branch, or of this one where that has other tokens; None if it is too soon."""
+        memory = self.memory(call.branch)
+        first = next(branch for branch in call.generation.branches if branch.denoiser is call.denoiser)
+        other = self.memory(first)
+        if other.sorted is not None and other.residual.shape == memory.residual.shape:
+            memory.seen = ()
+            return other.sorted
+        if len(memory.seen) < max(2, self.params.warmup):
+            return None
+        seen, memory.seen = memory.seen, ()
+        return self._sort(call, seen, memory.residual)
 
     def _sort(self, call: Call, seen: tuple[Tensor, ...], like: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Places of the tokens that are not static, and of the active ones; None where that is all. Waits for the device once."""
@@ -56,7 +86,7 @@ class CubicStrategy(TokenStrategy):
     def learn(self, call: Call) -> None:
         super().learn(call)
         memory = self.memory(call.branch)
-        memory.full = memory.medium = call.step.position
+        memory.full = memory.medium = memory.active = call.step.position
 
     @property
     def full_budget(self) -> bool:

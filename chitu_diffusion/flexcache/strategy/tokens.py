@@ -6,6 +6,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from chitu_hooks import (
@@ -26,8 +27,8 @@ from chitu_hooks.sites import BlockSite
 from chitu_hooks.state import ACTIVE
 from chitu_hooks.tokens import refuse_cutting
 
-from ..fewer import changing, cut_added, cuts, fewer, filled, image_part, main_role, order_of
-from ..frozen import Fill, frozen_keys, keep
+from ..fewer import changing, cut_added, cuts, fewer, filled, image_part, main_role, order_of, with_image
+from ..frozen import Fill, frozen_keys, keep, keep_now
 from ..limits import Params
 from .base import Strategy
 from .checks import refuse_attention
@@ -37,7 +38,8 @@ class TokenStrategy(Strategy):
     """In the calls that `wants` chooses, runs the trunk on the image tokens at ``self.memory(branch).places``.
 
     A subclass writes `wants`, which sets `places`, and `watch`. Fresh tokens attend to the kept keys and values of the frozen
-    ones, and a frozen token leaves the trunk as what enters it plus what the trunk added when it was last computed.
+    ones, and a frozen token leaves the trunk as what enters it plus what the trunk would add by the line through the last two
+    times that it was computed, of whose rise `damping` is taken. Where `places` is None all are frozen, and no block runs.
     """
 
     decides = "nowhere else"
@@ -49,6 +51,8 @@ class TokenStrategy(Strategy):
         "cuts": None,
         "entry": None,
         "residual": None,
+        "rise": None,
+        "at": None,
         "signature": None,
     }
 
@@ -95,7 +99,7 @@ class TokenStrategy(Strategy):
             return None
         for name in self.trunk_arguments:
             value = call.argument(name)
-            if value is not None:
+            if value is not None and memory.places is not None:
                 cut = cut_added(name, memory.places, memory.residual.shape[1])
                 call.set_argument(name, map_tensors(value, cut))
         if self._features[0] is not call.attention:
@@ -111,18 +115,25 @@ class TokenStrategy(Strategy):
             memory.entry = None if self.off else streams[role].clone()  # a block may work in place on its input
             return None
         memory.entry = streams[role]
+        self.ledger.reused += 1
+        if memory.places is None:  # what is handed on may be written into
+            return {name: None if stream is None else stream.clone() for name, stream in streams.items()}
         memory.few = few = fewer(changing(memory.places, 0), streams, order_of(call.denoiser))
         memory.cuts, ACTIVE.layout = cuts(few), few
-        self.ledger.reused += 1
         call.generation.fewer.setdefault((call.denoiser.name, call.branch.name), Counter())[len(few.image)] += 1
         return {**streams, role: streams[role].index_select(1, few.image)}
 
-    def block_in(self, call: Call, block: BlockSite, inputs: BlockInputs) -> None:
+    def block_in(self, call: Call, block: BlockSite, inputs: BlockInputs) -> Streams | None:
         memory = self.memory(call.branch)
         if memory.few is not None:
             memory.cuts.apply(inputs)
             streams = inputs.streams()
             changing(streams[main_role(streams)], 1)
+        elif memory.keys.open and self.freezes(call):
+            left_out = call.generation.left_out.setdefault((call.denoiser.name, call.branch.name), Counter())
+            left_out[block.path] += 1
+            return inputs.streams()
+        return None
 
     def trunk_out(self, call: Call, streams: Streams) -> Streams | None:
         memory, role = self.memory(call.branch), main_role(streams)
@@ -130,13 +141,39 @@ class TokenStrategy(Strategy):
         ACTIVE.layout = memory.few = memory.cuts = memory.entry = None
         if entry is None:
             return None
-        out = streams[role] if few is None else filled(streams[role], few, entry + memory.residual)
-        image = image_part(out, entry.shape[1], order_of(call.denoiser)[0] == "text")
-        memory.residual = image - entry
-        if few is None:
+        text_first, index = order_of(call.denoiser)[0] == "text", call.step.index
+        if not self.freezes(call):
+            image = image_part(streams[role], entry.shape[1], text_first)
+            self._learn_all(memory, image - entry, index)
             self.watch(call, image)
             return None
-        return {**streams, role: out}
+        stale = entry + self._ahead(memory, index)
+        if few is None:
+            return {**streams, role: with_image(streams[role], entry.shape[1], stale, text_first)}
+        image = image_part(streams[role], len(few.image), text_first)
+        self._learn_some(memory, image - entry.index_select(1, few.image), few.image, index)
+        return {**streams, role: filled(streams[role], few, stale)}
+
+    # -- what the trunk adds to each token ---------------------------------------------------------------------------
+
+    def _ahead(self, memory: SimpleNamespace, index: int) -> Tensor:
+        """What it would add at step `index`, (B, S, C)."""
+        if memory.rise is None or not self.damping:
+            return memory.residual
+        return memory.residual + memory.rise * (self.damping * (index - memory.at)).to(memory.rise.dtype)
+
+    def _learn_all(self, memory: SimpleNamespace, residual: Tensor, index: int) -> None:
+        if memory.residual is not None and memory.residual.shape == residual.shape:
+            memory.rise = _rise(residual, memory.residual, index - memory.at)
+        memory.residual = residual
+        memory.at = torch.full((residual.shape[1], 1), index, device=residual.device)
+
+    def _learn_some(self, memory: SimpleNamespace, residual: Tensor, places: Tensor, index: int) -> None:
+        if memory.rise is not None:
+            before, at = memory.residual.index_select(1, places), memory.at.index_select(0, places)
+            memory.rise = memory.rise.index_copy(1, places, _rise(residual, before, index - at))
+        memory.residual = memory.residual.index_copy(1, places, residual)
+        memory.at = memory.at.index_fill(0, places, index)
 
     def denoiser_out(self, call: Call) -> None:
         if self.memory(call.branch).keys.open:
@@ -151,5 +188,11 @@ class TokenStrategy(Strategy):
     def attention(self, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, ctx: AttentionContext) -> Tensor | None:
         if self.off or ctx.site is None or ctx.kind(q_BSHD.shape[1], k_BTHD.shape[1]) == "cross":
             return None
-        keep(ctx.site.layer, ctx.part, k_BTHD, v_BTHD)
+        keeping = keep if torch.compiler.is_compiling() else keep_now
+        keeping(ctx.site.layer, ctx.part, k_BTHD, v_BTHD)
         return ctx.next(q_BSHD, k_BTHD, v_BTHD)
+
+
+def _rise(now: Tensor, before: Tensor, steps: Tensor) -> Tensor:
+    """What each token's residual (B, S, C) rises by in a step; a step that is taken twice counts as one."""
+    return (now - before) / steps.clamp(min=1).to(now.dtype)
