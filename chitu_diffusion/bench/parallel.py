@@ -262,7 +262,9 @@ class Bench:
     def reported(self, handle: Handle) -> dict[str, Any]:
         found = self.once(handle)
         if found["latents"] is None:
-            raise BenchError(f"{type(self.lab.pipe).__name__} ended without a scheduler step, so there is nothing to compare")
+            raise BenchError(
+                f"{type(self.lab.pipe).__name__} ended without a scheduler step, so there is nothing to compare"
+            )
         found["features"] = [_plain(feature) for feature in handle.report().to_dict()["features"]]
         return found
 
