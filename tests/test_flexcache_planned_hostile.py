@@ -100,6 +100,15 @@ def test_a_profile_that_was_edited_by_hand_is_told(edit: Callable[..., None], fl
         patch(build("flux"), cache=Planned(profile=path, psnr=20))
 
 
+def test_a_profile_of_another_format_is_refused(flux: Path, tmp_path: Path) -> None:
+    path = str(tmp_path / "older.safetensors")
+    with safe_open(flux, "np") as opened:
+        head = json.loads(opened.metadata()["chitu"])
+    save_file(load_file(flux), path, metadata={"chitu": json.dumps({**head, "format": 1})})
+    with pytest.raises(PatchError, match="has format 1, not 2; calibrate again"):
+        patch(build("flux"), cache=Planned(profile=path, budget=0.5))
+
+
 @pytest.mark.parametrize("profile", [5, True, ("a", "b"), 1.5, "", {"a": 1}])
 def test_a_profile_is_the_path_of_a_file(profile: Any) -> None:
     with pytest.raises(PatchError, match="planned: profile is the path of a file, not"):

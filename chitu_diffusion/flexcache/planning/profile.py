@@ -21,7 +21,8 @@ from .gram import Tables
 from .grid import Grid, prediction_of
 from .key import Key
 
-FORMAT = 1
+FORMAT = 2
+"""Of the file, and of what its checks are counted in: 2 counts drift by the whole."""
 LEAST = 4
 """Prompts that a profile is made of, at least: fewer say nothing of how much prompts differ."""
 
