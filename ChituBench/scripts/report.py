@@ -102,7 +102,7 @@ def flexcache() -> str:
     return "\n\n".join([*parts, *([SAME, pairs] if pairs else []), tables.section(found)])
 
 
-SINCE = """The GPU run is of commit 9551478. Since then the planned cache's weights count drift (about a decibel more at 5×, on other prompts), `cubic` was
+SINCE = """The GPU run is of commit 9551478. Since then the planned cache's weights count drift (on other prompts 1 dB more at 6 of 28, the same at 14), `cubic` was
 mended (its two cases, of which the FLOPs were miscounted, are left out), and some settings of `flexcache.yaml` were exchanged."""
 SAME = """Strategies that other makers have too, each side with its best setting:"""
 READING = """`chitu bench flexcache` ([data](results/flexcache.json)). Each case is compared with the baseline of the same prompt, seed, noise, dtype
