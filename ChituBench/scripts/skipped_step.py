@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +26,10 @@ from typing import Any
 import torch
 from overhead import SIZES, Bench, build, stage
 
-from chitu_diffusion import EasyCache, FBCache, MagCache, MeanCache, Static, TaylorSeer, TeaCache, patch
+from chitu_diffusion import EasyCache, FBCache, MagCache, MeanCache, Planned, Static, TaylorSeer, TeaCache, patch
 from chitu_diffusion.bench.timing import Stopwatch, circumstances, store
 from chitu_diffusion.flexcache import Params, Strategy
+from chitu_diffusion.flexcache.planning.profile import LEAST
 from chitu_hooks import BlockInputs, Call, Feature, Order, Streams
 from chitu_hooks.sites import BlockSite
 
@@ -177,6 +179,15 @@ def over_the_bars(name: str, row: dict[str, Any]) -> list[str]:
     return [key for key, bar in bars.items() if row[key] > bar]
 
 
+def planned(bench: Bench, folder: str) -> Planned:
+    """A plan of a quarter of the steps, from a profile of this pipeline in `folder`."""
+    profile = Path(folder) / "profile.safetensors"
+    calls = [{**bench.call, "generator": torch.Generator().manual_seed(number)} for number in range(LEAST)]
+    with patch(bench.pipe) as handle:
+        handle.calibrate(calls, planned=profile)
+    return Planned(profile=profile, budget=1 / 4)
+
+
 def _strategy(handle: Any) -> Strategy:
     return next(feature for feature in handle.features if isinstance(feature, Strategy))
 
@@ -193,8 +204,16 @@ def main() -> None:
     with stage("build"):
         pipe = build(size, device)
     bench = Bench(pipe, size, STEPS)
+    with tempfile.TemporaryDirectory() as folder:
+        with stage("calibrate"):
+            strategies = {**STRATEGIES, "planned": planned(bench, folder)}
+        run(bench, strategies, options)
+
+
+def run(bench: Bench, strategies: dict[str, Params], options: argparse.Namespace) -> None:
+    """Measure, print and store one mode after the other."""
     result: dict[str, Any] = {
-        "what": "skipped steps, FLUX.1-dev shape, random weights" if device == "cuda" else "dry run",
+        "what": "skipped steps, FLUX.1-dev shape, random weights" if bench.cuda else "dry run",
         **circumstances(bench.device),
         "steps": STEPS,
         "bars": BARS,
@@ -202,11 +221,11 @@ def main() -> None:
     for mode in ("eager",) if options.no_compile else ("eager", "compiled"):
         if mode == "compiled":
             with stage("compile"):
-                backend = {} if device == "cuda" else {"backend": "eager"}
-                pipe.transformer.compile_repeated_blocks(fullgraph=True, **backend)
+                backend = {} if bench.cuda else {"backend": "eager"}
+                bench.pipe.transformer.compile_repeated_blocks(fullgraph=True, **backend)
                 bench.milliseconds()
         result[mode] = {}
-        for name, params in STRATEGIES.items():
+        for name, params in strategies.items():
             row = result[mode][name] = measure(bench, params, options.rounds)
             late = over_the_bars(name, row)
             print(
