@@ -210,7 +210,9 @@ def skipped_step(data: dict[str, Any]) -> str:
 
 Asked for: a skipped step within {bars["beyond_ms"]} ms, deciding within {bars["decision_ms"]} ms and {bars["reads"]} read of the device, none \
 where the schedule is known before; {_over(data, modes)}.
-`fbcache` computes the front block in every step, that is its method: *a + b* are the step beyond that block, and the block."""
+`fbcache` computes the front block in every step, that is its method: *a + b* are the step beyond that block, and the block. *waiting* decides
+nothing, and waits for the device where others do: the host then launches the model's own embedders and head with nothing queued behind which to hide,
+which is what a skipped step costs at least wherever a decision reads something of that step's trunk."""
 
 
 def _over(data: dict[str, Any], modes: list[str]) -> str:

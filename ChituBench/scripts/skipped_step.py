@@ -5,12 +5,14 @@ Runs the FLUX.1-dev transformer shape with random weights (speed does not depend
     python ChituBench/scripts/skipped_step.py --output ChituBench/results/skipped_step.json
     python ChituBench/scripts/skipped_step.py --size tiny        # a dry run on the CPU
 
-*skipped*: milliseconds between the ends of two scheduler steps of which the later one was skipped. `fbcache` computes the
-front block in every step, that is its method: *front* is what the block takes inside the skipped steps, and *beyond* the rest,
-which is what a bar can be set for; for the others the two are 0 and all of it. *decision*: milliseconds that the strategy's own
+*skipped*: milliseconds between the ends of two scheduler steps of which the later one was skipped. `fbcache` computes the front
+block in every step, that is its method: *front* is what the block takes inside the skipped steps, and *beyond* the rest, which
+is what a bar can be set for; for the others the two are 0 and all of it. *decision*: milliseconds that the strategy's own
 decision takes on the host, waiting for the device included, with the queue of the device empty before it. *reads*: how often a
-decision waits for the device. Strategies that compute a large part of every step, `blockdance`, `pab` and `cubic`, have no skipped
-steps and are not here.
+decision waits for the device. *waiting* is the static schedule with a wait for the device where the others decide, and no
+decision: what is left of a step for any strategy that has to read, since the host then launches the model's embedders and its
+head with nothing queued behind which to hide. Strategies that compute a large part of every step, `blockdance`, `pab` and
+`cubic`, have no skipped steps and are not here.
 """
 
 from __future__ import annotations
@@ -38,9 +40,11 @@ BARS = {"beyond_ms": 1.5, "decision_ms": 0.3, "reads": 1}
 """What is asked of every strategy on one H200; reads are 0 where the schedule is known before."""
 ADAPTIVE = ("fbcache", "easycache", "teacache")
 """Strategies that have to read a distance; no other may."""
+WAITING = "static hold, waiting"
 
 STRATEGIES: dict[str, Params] = {
     "static hold": Static(steps=(0, 1)),
+    WAITING: Static(steps=(0, 1)),
     "static linear": Static(steps=(0, 1), forecast="linear"),
     "fbcache": FBCache(threshold=1e9),
     "fbcache order 1": FBCache(threshold=1e9, order=1, warmup=2),
@@ -67,6 +71,16 @@ class Skips(Feature):
 
     def denoiser_out(self, call: Call) -> None:
         self.steps.append(call.skipping or call.replaced)
+
+
+class Waits(Feature):
+    """Waits for the device where the trunk begins."""
+
+    name = "waits"
+    order = Order.CLOCK
+
+    def trunk_in(self, call: Call, streams: Streams) -> None:
+        streams["image"].view(-1)[0].item()
 
 
 class Front(Feature):
@@ -122,13 +136,17 @@ class Decisions:
         return decision
 
 
-def measure(bench: Bench, params: Params, rounds: int) -> dict[str, Any]:
-    """One strategy: skipped steps and decisions, each over `rounds` generations after one that warms up."""
+def measure(bench: Bench, params: Params, rounds: int, more: tuple[type[Feature], ...] = ()) -> dict[str, Any]:
+    """One strategy: skipped steps and decisions, each over `rounds` generations after one that warms up.
+
+    Args:
+        more: features that are on in skipped steps besides.
+    """
     skipped: list[float] = []
     computed: list[float] = []
     for number in range(rounds + 1):
         skips = Skips()
-        with patch(bench.pipe, cache=params, features=(skips,)) as handle:
+        with patch(bench.pipe, cache=params, features=(skips, *(feature() for feature in more))) as handle:
             times = bench.milliseconds()
             held = handle.report().bytes_held
         if number:
@@ -226,7 +244,8 @@ def run(bench: Bench, strategies: dict[str, Params], options: argparse.Namespace
                 bench.milliseconds()
         result[mode] = {}
         for name, params in strategies.items():
-            row = result[mode][name] = measure(bench, params, options.rounds)
+            more = (Waits,) if name == WAITING else ()
+            row = result[mode][name] = measure(bench, params, options.rounds, more)
             late = over_the_bars(name, row)
             print(
                 f"  {mode:9s} {name:20s} skipped {row['skipped_ms']:.3f} ms, beyond the front block {row['beyond_ms']:.3f} ms, "
