@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +109,14 @@ def _gain(row: dict[str, Any], name: str) -> str:
 
 
 def _left_out(data: dict[str, Any]) -> str:
-    return (
-        f" Left out for want of time: {'; '.join(what.split(':')[0] for what in data['left_out'])}."
-        if data["left_out"]
-        else ""
-    )
+    """Which caches no model had time for; what only some had time for is an empty cell."""
+    if not data["left_out"]:
+        return ""
+    shown = {name for row in data["models"].values() for name in {**row["eager"], **row["compiled"]}}
+    left = dict.fromkeys(re.split(r"(?:eager|compiled), ", what.split(":")[0])[-1] for what in data["left_out"])
+    without = [f"`{name}`" for name in left if name not in shown]
+    rows = f", nor was there any for {', '.join(without)}" if without else ""
+    return f" For empty cells there was no time in this run{rows}."
 
 
 def plot(data: dict[str, Any], path: Path) -> Path:
