@@ -163,8 +163,8 @@ class TokenStrategy(Strategy):
         return memory.residual + memory.rise * (self.damping * (index - memory.at)).to(memory.rise.dtype)
 
     def _learn_all(self, memory: SimpleNamespace, residual: Tensor, index: int) -> None:
-        if memory.residual is not None and memory.residual.shape == residual.shape:
-            memory.rise = _rise(residual, memory.residual, index - memory.at)
+        same = memory.residual is not None and memory.residual.shape == residual.shape
+        memory.rise = _rise(residual, memory.residual, index - memory.at) if same else None
         memory.residual = residual
         memory.at = torch.full((residual.shape[1], 1), index, device=residual.device)
 
