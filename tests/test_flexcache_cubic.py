@@ -245,15 +245,19 @@ def test_refused_by_name(name: str) -> None:
         patch(build(name), cache=Cubic())
 
 
-def with_context(rank: int) -> str:
-    try:
-        patch(build("flux"), cache=Cubic(), parallel=Parallel(ulysses=2))
-    except RefusedError as error:
-        return str(error)
-    return "not refused"
+def with_ranks(rank: int) -> list[str]:
+    told = []
+    for parallel in (Parallel(ulysses=2), Parallel(cfg=2)):
+        try:
+            patch(build("sd3"), cache=Cubic(), parallel=parallel).undo()
+            told.append("not refused")
+        except RefusedError as error:
+            told.append(str(error))
+    return told
 
 
 @pytest.mark.multiprocess
-def test_refused_with_context_parallelism() -> None:
-    for told in on_ranks(with_context, 2):
-        assert told.startswith("cubic: context parallelism spreads the tokens over ranks")
+def test_refused_over_ranks() -> None:
+    for context, guidance in on_ranks(with_ranks, 2):
+        assert context.startswith("cubic: context parallelism spreads the tokens over ranks")
+        assert guidance.startswith("cubic: under cfg parallelism each rank would leave out tokens by its own part")
