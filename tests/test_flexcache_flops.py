@@ -146,3 +146,17 @@ def test_the_bench_counts_on_where_a_branch_is_new_midway() -> None:
         with watcher.at(handle.sites.denoisers), handle.also(watcher):
             run("sd3", pipe, STEPS, **call)
     assert watcher.flops == sum(counter.get_flop_counts()[type(pipe.transformer).__name__].values())
+
+
+def test_a_sample_that_changes_its_shape_is_not_counted_by_its_first() -> None:
+    def grows(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {"latents": torch.nn.functional.interpolate(kwargs["latents"], scale_factor=2)} if step == 5 else {}
+
+    pipe = build("sd3")
+    with patch(pipe, cache=ACTS["static"]) as handle:
+        run("sd3", pipe, STEPS)
+        assert handle.report().features[0]["flops"]["saved"] > 0
+        run("sd3", pipe, STEPS, callback_on_step_end=grows)
+        feature = handle.report().features[0]
+    assert feature["hits"] > 0
+    assert feature["flops"] == {"not counted": "transformer / branch 0 had samples of 2 shapes in one generation"}
