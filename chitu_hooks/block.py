@@ -14,9 +14,10 @@ import torch
 
 from . import infer
 from .call import BlockInputs, Call, StackRun
-from .errors import GenerationError, HookMapError, PatchError, RefusedError
+from .errors import GenerationError, PatchError, RefusedError
 from .spans import Spans, find_spans
 from .state import ACTIVE, Streams
+from .streams import cloned, pack, residual, unpack
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -238,7 +239,7 @@ class BlockSeam:
     def _reusable(self, run: StackRun, outputs: Streams) -> dict[str, torch.Tensor | None]:
         """What a later call can take from this one, see `Feature.reuses`."""
         if self.reuses_output:
-            return {role: _clone(tensor) for role, tensor in outputs.items()}
+            return cloned(outputs)
         return residual(run.entry or {}, outputs)
 
     def _pass(self, block: BlockSite, run: StackRun, call: Call, opens: bool, inputs: BlockInputs) -> Any:
@@ -248,11 +249,11 @@ class BlockSeam:
         if block.index != call.branch.last_inside[stack.number]:
             streams = inputs.streams()
             # The model may add to what it is handed, in place: it gets a clone, the entry stays whole.
-            return pack({r: _clone(t) for r, t in streams.items()} if opens else streams, stack)
+            return pack(cloned(streams) if opens else streams, stack)
         run.exited = True
         residuals = (call.residuals or {})[stack.number]
         if self.reuses_output:
-            outputs = {role: _clone(residuals.get(role)) for role in stack.returns or ()}
+            outputs = cloned({role: residuals.get(role) for role in stack.returns or ()})
         else:
             outputs = {
                 role: None if residuals.get(role) is None else entry[role] + residuals[role]
@@ -343,7 +344,7 @@ def _known(call: Call, number: int) -> bool:
 
 def _streams(inputs: BlockInputs, keep: bool) -> Streams:
     streams = inputs.streams()
-    return {role: _clone(tensor) for role, tensor in streams.items()} if keep else streams
+    return cloned(streams) if keep else streams
 
 
 def trunk_end(stack: StackSite, call: Call) -> StackSite:
@@ -355,37 +356,3 @@ def trunk_end(stack: StackSite, call: Call) -> StackSite:
 
 def stack_is_single(block: BlockSite) -> bool:
     return len(block.stack.blocks) == 1
-
-
-def unpack(result: Any, stack: StackSite) -> Streams:
-    """Role -> tensor of what a block returned.
-
-    Raises:
-        HookMapError: that has another form than the map says, so that what `pack` makes could not stand for it.
-    """
-    roles = stack.returns or ()
-    if isinstance(result, torch.Tensor) and len(roles) == 1:
-        return {roles[0]: result}
-    if isinstance(result, (tuple, list)) and len(result) == len(roles) > 1:
-        return dict(zip(roles, result))
-    form = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"one {type(result).__name__}"
-    raise HookMapError(
-        f"{stack.denoiser.name}.{stack.path}: a block returned {form}, and the hook map says returns={roles}; correct the map"
-    )
-
-
-def pack(outputs: Streams, stack: StackSite) -> Any:
-    """The streams in the form in which the stack's blocks return them."""
-    roles = stack.returns or ()
-    return outputs.get(roles[0]) if len(roles) == 1 else tuple(outputs.get(role) for role in roles)
-
-
-def residual(entry: Streams, outputs: Streams) -> dict[str, torch.Tensor | None]:
-    """Role -> exit minus entry; None for a stream that the last block does not return."""
-    return {
-        role: None if out is None or entry.get(role) is None else out - entry[role] for role, out in outputs.items()
-    }
-
-
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value

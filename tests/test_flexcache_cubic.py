@@ -182,6 +182,44 @@ def test_what_is_added_between_blocks_is_cut_too(make: Any) -> None:
     assert result.isfinite().all() and difference(result, stock) > 0
 
 
+def guidance_ends(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The callback of diffusers' documentation that saves the unconditional half from a step on: a new branch midway."""
+    if step == 4:
+        pipe._guidance_scale = 0.0
+        kwargs.update({name: value.chunk(2)[-1] for name, value in kwargs.items() if "embeds" in name})
+    return kwargs
+
+
+def grows(at: int) -> Any:
+    def callback(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if step == at:
+            kwargs["latents"] = torch.nn.functional.interpolate(kwargs["latents"], scale_factor=2)
+        return kwargs
+
+    return callback
+
+
+@pytest.mark.parametrize(
+    ("callback", "tokens"),
+    [(guidance_ends, 256), (grows(0), 1024), (grows(4), 1024)],
+    ids=["guidance ends", "grows at first", "grows"],
+)
+def test_what_changes_midway_is_computed_and_then_frozen_anew(callback: Any, tokens: int) -> None:
+    pipe, counts = build("sd3"), []
+    pipe.transformer.transformer_blocks[0].register_forward_pre_hook(
+        lambda _, args, kwargs: counts.append(kwargs["hidden_states"].shape[:2]), with_kwargs=True
+    )
+    inputs = ["latents", "prompt_embeds", "pooled_prompt_embeds"]
+    with patch(pipe, cache=PARAMS):
+        result = run("sd3", pipe, STEPS, callback_on_step_end=callback, callback_on_step_end_tensor_inputs=inputs)
+    new = [shape for shape in counts if shape[0] == counts[-1][0]] if callback is guidance_ends else counts
+    whole = [place for place, shape in enumerate(new) if shape[1] == tokens]
+    assert whole and result.isfinite().all()
+    assert any(0 < shape[1] < tokens for shape in new[whole[0] :]), (
+        "tokens are left out of what is there after the change"
+    )
+
+
 def test_masks() -> None:
     """A mask of all queries loses rows; one of the fresh keys gets columns that hide nothing."""
     mask, places = torch.rand(1, 1, 6, 6) > 0.5, torch.tensor([0, 1, 4])
@@ -207,15 +245,19 @@ def test_refused_by_name(name: str) -> None:
         patch(build(name), cache=Cubic())
 
 
-def with_context(rank: int) -> str:
-    try:
-        patch(build("flux"), cache=Cubic(), parallel=Parallel(ulysses=2))
-    except RefusedError as error:
-        return str(error)
-    return "not refused"
+def with_ranks(rank: int) -> list[str]:
+    told = []
+    for parallel in (Parallel(ulysses=2), Parallel(cfg=2)):
+        try:
+            patch(build("sd3"), cache=Cubic(), parallel=parallel).undo()
+            told.append("not refused")
+        except RefusedError as error:
+            told.append(str(error))
+    return told
 
 
 @pytest.mark.multiprocess
-def test_refused_with_context_parallelism() -> None:
-    for told in on_ranks(with_context, 2):
-        assert told.startswith("cubic: context parallelism spreads the tokens over ranks")
+def test_refused_over_ranks() -> None:
+    for context, guidance in on_ranks(with_ranks, 2):
+        assert context.startswith("cubic: context parallelism spreads the tokens over ranks")
+        assert guidance.startswith("cubic: under cfg parallelism each rank would leave out tokens by its own part")

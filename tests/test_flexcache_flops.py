@@ -123,3 +123,40 @@ def test_a_step_at_which_no_token_is_due_runs_no_block() -> None:
         held.append(len(ran))
     assert held[0] == 2 * 2 * STEPS
     assert held[1] == held[0] - 2 * 2 * 4, "positions 2, 4, 6 and 8 of 10, for two branches and two stacks"
+
+
+def test_the_bench_counts_on_where_a_branch_is_new_midway() -> None:
+    """Guidance that a callback ends, as diffusers' documentation shows: the branch after it has the name of the one before."""
+
+    def ends(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if step == 5:
+            pipe._guidance_scale = 0.0
+            return {name: value.chunk(2)[-1] for name, value in kwargs.items()}
+        return {}
+
+    call = {
+        "callback_on_step_end": ends,
+        "callback_on_step_end_tensor_inputs": ["prompt_embeds", "pooled_prompt_embeds"],
+    }
+    pipe, watcher = build("sd3", 3), Watcher()
+    with patch(pipe, cache=replace(ACTS["cubic"], active_interval=1)) as handle:
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            run("sd3", pipe, STEPS, **call)
+        assert handle.report().features[0]["hits"] > 0
+        with watcher.at(handle.sites.denoisers), handle.also(watcher):
+            run("sd3", pipe, STEPS, **call)
+    assert watcher.flops == sum(counter.get_flop_counts()[type(pipe.transformer).__name__].values())
+
+
+def test_a_sample_that_changes_its_shape_is_not_counted_by_its_first() -> None:
+    def grows(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {"latents": torch.nn.functional.interpolate(kwargs["latents"], scale_factor=2)} if step == 5 else {}
+
+    pipe = build("sd3")
+    with patch(pipe, cache=ACTS["static"]) as handle:
+        run("sd3", pipe, STEPS)
+        assert handle.report().features[0]["flops"]["saved"] > 0
+        run("sd3", pipe, STEPS, callback_on_step_end=grows)
+        feature = handle.report().features[0]
+    assert feature["hits"] > 0
+    assert feature["flops"] == {"not counted": "transformer / branch 0 had samples of 2 shapes in one generation"}

@@ -13,8 +13,10 @@ from tiny import build, run
 from chitu_diffusion import Parallel, patch
 from chitu_diffusion.parallel import exchange, overlap
 from chitu_diffusion.parallel.collectives import ops
+from chitu_diffusion.parallel.layout import Layout
 from chitu_diffusion.parallel.overlap import LARGE, PART, bytes_sent, groups_for
-from chitu_hooks import PatchError
+from chitu_hooks import AttentionContext, GenerationError, PatchError
+from chitu_hooks.state import ACTIVE
 
 TOLERANCE = 1e-5
 B, S, H, G, D = 2, 7, 16, 8, 4
@@ -56,9 +58,9 @@ class Ops:
         self.wait_tensor = log("wait", ops.wait_tensor)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
 
 
 def pieces(rank: int) -> dict[str, Any]:
@@ -109,8 +111,36 @@ def automatic(rank: int) -> dict[str, Any]:
     return found
 
 
+def unlike(rank: int) -> dict[str, Any]:
+    """Layers that head groups do not fit: how far attention is from one process and in how many pieces it came, or why not."""
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, Any] = {}
+    pipe, sizes = build("qwen"), SIZES[2]
+    here = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    wholes = {"mask of heads": (H, G, H), "one mask": (H, G, 1), "odd heads": (6, 2, 1)}
+    for name, (heads, keys, masks) in wholes.items():
+        q, k, v = (torch.randn(B, S, count, D, generator=generator) for count in (heads, keys, keys))
+        mask = torch.randn(B, masks, 1, S, generator=generator)
+        expected = attend(q, k, v, mask)[:, here]
+        for wished in ("auto", 2):
+            log = Log()
+            inner = log("attend", lambda q, k, v, ctx: attend(q, k, v, ctx.mask))
+            with patch(pipe, parallel=Parallel(ulysses=2, overlap=wished)) as handle:
+                feature = next(one for one in handle.features if one.name == "context parallel")
+                ctx = AttentionContext(inner, mask, 0.0, False, None, True)
+                ACTIVE.layout = Layout(rank, sizes, (0, 0), False, True, groups=2)
+                try:
+                    got = feature.attention(q[:, here], k[:, here], v[:, here], ctx)
+                    found[f"{name} {wished}"] = float((got - expected).abs().max()), log.words
+                except GenerationError as error:
+                    found[f"{name} {wished}"] = str(error)
+                finally:
+                    ACTIVE.layout = None
+    return found
+
+
 def work(rank: int, cases: list[Case]) -> Any:
-    return pieces(rank), outcomes(rank, cases), automatic(rank)
+    return pieces(rank), outcomes(rank, cases), automatic(rank), unlike(rank)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +151,7 @@ def found() -> list[Any]:
 @pytest.fixture(scope="module")
 def cut(found: list[Any]) -> list[Any]:
     """What `pieces` found on each of two ranks, and on each of four."""
-    return [pieces for pieces, _, _ in found] + on_ranks(pieces, 4)
+    return [pieces for pieces, *_ in found] + on_ranks(pieces, 4)
 
 
 @pytest.mark.multiprocess
@@ -151,7 +181,7 @@ def test_what_comes_is_started_before_anything_attends(cut: list[Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [str(one) for one in CASES if str(one) not in REFUSED])
 def test_pipelines_equal_one_process(found: list[Any], name: str) -> None:
-    for _, cases, _ in found:
+    for _, cases, *_ in found:
         outcome = cases[name]
         assert isinstance(outcome, Outcome), outcome
         assert "heads in 2 groups" in outcome.features["context parallel"]["tokens of each rank"]
@@ -162,26 +192,43 @@ def test_pipelines_equal_one_process(found: list[Any], name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_heads_that_do_not_divide_are_refused(found: list[Any], name: str) -> None:
-    for _, cases, _ in found:
+    for _, cases, *_ in found:
         assert REFUSED[name] in cases[name]
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_auto_divides_what_is_large(found: list[Any]) -> None:
-    for _, _, automatic in found:
+    for _, _, automatic, _ in found:
         assert "groups" not in automatic[str(PART)]
         assert "heads in 4 groups" in automatic["64"]
 
 
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_layer_that_groups_do_not_fit_comes_in_one_piece_or_is_refused(found: list[Any]) -> None:
+    for *_, layers in found:
+        for wished in ("auto", 2):
+            far, words = layers[f"one mask {wished}"]
+            assert far < TOLERANCE and words == ["attend", "attend"]
+        for name in ("mask of heads", "odd heads"):
+            far, words = layers[f"{name} auto"]
+            assert far < TOLERANCE and words == ["attend"], name
+        assert "overlap=2 does not divide a mask that differs between heads; use overlap=1" in layers["mask of heads 2"]
+        assert "overlap=2 does not divide 6 heads on 2 key heads over ulysses=2; use overlap=1" in layers["odd heads 2"]
+
+
 def test_groups_leave_parts_that_are_worth_a_collective() -> None:
     row = 24 * 128 * 2  # FLUX.1 in bfloat16, on two ranks
-    assert groups_for(bytes_sent(4096 + 512, row, 2, 1), {12}) == 1, "27 MiB both ways"
-    assert groups_for(bytes_sent(4096 + 512, row, 1, 2), {24}) == 1, "27 MiB"
-    assert groups_for(bytes_sent(16384 + 512, row, 2, 1), {12}) == 3, "25 MiB on the way back"
-    assert groups_for(bytes_sent(16384 + 512, row, 1, 2), {24}) == 4, "gather sends keys and values"
-    assert groups_for(bytes_sent(16384 + 512, row, 1, 2), {24, 10}) == 2, "every layer's heads divide"
-    assert groups_for(bytes_sent(16384 + 512, row, 1, 2), {7}) == 1
+    assert groups_for(bytes_sent(4096 + 512, row, row, 2, 1), {12}) == 1, "27 MiB both ways"
+    assert groups_for(bytes_sent(4096 + 512, row, row, 1, 2), {24}) == 1, "27 MiB"
+    assert groups_for(bytes_sent(16384 + 512, row, row, 2, 1), {12}) == 3, "25 MiB on the way back"
+    assert groups_for(bytes_sent(16384 + 512, row, row, 1, 2), {24}) == 4, "gather sends keys and values"
+    assert groups_for(bytes_sent(16384 + 512, row, row, 1, 2), {24, 10}) == 2, "every layer's heads divide"
+    assert groups_for(bytes_sent(16384 + 512, row, row, 1, 2), {7}) == 1
+    shared = row // 3  # 24 heads on 8 key heads
+    assert groups_for(bytes_sent(16384 + 512, row, shared, 2, 1), {12, 4}) == 2
+    assert groups_for(bytes_sent(16384 + 512, row, shared, 1, 2), {24, 8}) == 1, "33 MiB of keys and values"
 
 
 @pytest.mark.parametrize(

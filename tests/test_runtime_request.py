@@ -244,5 +244,7 @@ def test_how_ranks_work_goes_to_parallel() -> None:
     assert (left.overlap, left.prompt) == ("auto", "once")
     with pytest.raises(RequestError, match="--encode-prompt each is about several ranks; say how many"):
         task(nproc=2, encode_prompt="each")
+    with pytest.raises(RequestError, match="--overlap 2 is about several ranks; say how many"):
+        task(gather=1, overlap=2)
     with pytest.raises(ChituError, match="unknown prompt='eech'; nearest: each"):
         choose(task(ulysses=2, encode_prompt="eech"))

@@ -44,11 +44,18 @@ def host_time(blocks: list[torch.nn.Module], run: Callable[[Callable[[], None]],
             for block, impl in before.items():
                 block._compiled_call_impl = _marking(impl or block._call_impl, mark)
         elif steps[0] == 3:
-            for block, impl in before.items():
-                block._compiled_call_impl = impl
+            unmark()
 
-    run(count)
-    wait()
+    def unmark() -> None:
+        while before:
+            block, impl = before.popitem()
+            block._compiled_call_impl = impl
+
+    try:
+        run(count)
+        wait()
+    finally:
+        unmark()  # a run that failed, or had two steps, leaves no marks for what is measured next
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, _between(marks, min(BLOCKS, len(blocks) - 1)))
     if None in found:  # a CUDA graph calls no blocks, and of guidance one rank may call none
@@ -57,7 +64,7 @@ def host_time(blocks: list[torch.nn.Module], run: Callable[[Callable[[], None]],
 
 
 def _between(marks: list[tuple[float, float, int]], blocks: int) -> tuple[int, int, int] | None:
-    if len(marks) < 2:
+    if len(marks) < 2 or not blocks:
         return None
     (clock, running, interrupted), (later, ran, interruptions) = marks[:2]
     return round(1e6 * (later - clock) / blocks), round(1e6 * (ran - running) / blocks), interruptions - interrupted

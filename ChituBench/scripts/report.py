@@ -102,16 +102,16 @@ def flexcache() -> str:
     return "\n\n".join([*parts, *([SAME, pairs] if pairs else []), tables.section(found)])
 
 
-SINCE = """The GPU run is of commit 9551478. Since then the planned cache's weights count drift (on other prompts 1 dB more at 6 of 28, the same at 14), `cubic` was
+SINCE = """The GPU run is of commit 9551478, with changes. Since then the planned cache's weights count drift (on other prompts 1 dB more at 6 of 28, the same at 14), `cubic` was
 mended (its two cases, of which the FLOPs were miscounted, are left out), and some settings of `flexcache.yaml` were exchanged."""
-SAME = """Strategies that other makers have too, each side with its best setting:"""
+SAME = """Strategies that other makers have too; of several families of one maker, the best at that ratio of those that were measured:"""
 READING = """`chitu bench flexcache` ([data](results/flexcache.json)). Each case is compared with the baseline of the same prompt, seed, noise, dtype
 and scheduler. *FLOPs ÷*: the baseline's over the case's, counted where modules really ran, the same way for every maker. *Denoise,
 speed-up*: median, least and most over calls that took turns with the baseline, one picture each. *Calls*: calls in which every block
 ran, of all calls, for each branch of guidance. *PSNR*: mean over pictures with its 95 % bootstrap interval over prompts; equal pictures
 count as 100 dB. *Held*: the most that our cache kept; what other makers' keep is seen in *peak* only, on a GPU. Bold: no other case
 is both faster and nearer. The first table of each run reads every family at the same counted FLOPs off the straight lines between its cases; in
-italics past its last case, by up to 13 %. *Fewer steps* and *coarser grid* cost nothing and need no cache: a cache that is not above them does not pay."""
+italics past its first or last case, by up to 13 %. *Fewer steps* and *coarser grid* cost nothing and need no cache: a cache that is not above them does not pay."""
 PLOTS = {
     "flexcache_tradeoff.png": "speed-up of denoising and PSNR of every case on a GPU, a curve for each family",
     "flexcache_tradeoff_2.png": "the same on a CPU, with fewer cases",

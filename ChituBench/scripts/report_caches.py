@@ -37,7 +37,9 @@ def pairs(summary: dict[str, Any]) -> str:
             ours, theirs = ([f for f in names if f in families] for names in (own, other))
             cells = [_difference(curves, ours, theirs, ratio) for ratio in RATIOS]
             if any(cells):
-                rows.append(f"| `{strategy}` | {', '.join(theirs)} | " + " | ".join(cells) + " |")
+                rows.append(
+                    f"| `{strategy}` | {' or '.join(f'`{name}`' for name in theirs)} | " + " | ".join(cells) + " |"
+                )
         if len(rows) > 1:
             head = f"| {title(baseline)}: dB, ours minus theirs, at FLOPs ÷ | theirs | " + " | ".join(map(str, RATIOS))
             parts.append("\n".join([f"{head} |", "|---|---|" + "---|" * len(RATIOS), *rows]))

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,15 @@ def section(data: dict[str, Any]) -> str:
         f"torchrun --standalone --nproc-per-node {ranks} ChituBench/scripts/{c}" for c in data["commands"]
     )
     found = [row for shape in data["shapes"].values() for row in shape.values() if "ms" in row]
-    far = max(row["relative_difference"] for row in found if row["correct"])
+    far = max((row["relative_difference"] for row in found if row["correct"]), default=0.0)
+    names = {name for shape in data["shapes"].values() for name, row in shape.items() if "ms" in row}
+    words = [text for word, text in WORDS.items() if any(f", {word}" in name for name in names)]
+    legend = f" {'; '.join(words)}." if words else ""
+    since = "" if any(", groups" in name for name in names) else f"\n\n{IN_ONE_PIECE}"
     return f"""## {NUMBERS.get(ranks, ranks)} GPUs, one picture
 
 {ranks} × {data["machine"]["gpu"]}, bfloat16, real shapes with random weights, compiled blocks; torch {versions["torch"]}, \
-diffusers {versions["diffusers"]}; *ours* with `attention="auto"` (fa3). [Data](results/parallel_x{ranks}.json):
+diffusers {versions["diffusers"]}; *ours* with `attention="auto"` ({_kernels(found)}); commit {data["commit"]}. [Data](results/parallel_x{ranks}.json):
 
 ```
 {lines}
@@ -44,10 +49,26 @@ diffusers {versions["diffusers"]}; *ours* with `attention="auto"` (fa3). [Data](
 
 {(chr(10) * 2).join(parts)}
 
-The modes gave the picture of one GPU within {100 * far:.1g} % (2-norm of the latents, bfloat16). The last columns are milliseconds of a profiled step,
+The modes gave the picture of one GPU within {math.ceil(1000 * far) / 10:.1f} % (2-norm of the latents, bfloat16). The last columns are milliseconds of a profiled step,
 which is a little slower: kernels of attention, matrix products and pointwise work, exchanges that nothing else hid, and time in which the GPU did
-nothing. Rows of one size were measured in one run, one after the other. *Graphs*: the denoiser recorded as one CUDA graph; *groups N*: attention is
-exchanged in N head groups; *reordered*: inductor moves the exchanges."""
+nothing. Rows of one size were measured in one run, one after the other.{legend}{since}"""
+
+
+WORDS = {
+    "graphs": "*Graphs*: the denoiser recorded as one CUDA graph",
+    "groups": "*groups N*: attention is exchanged in N head groups",
+    "reordered": "*reordered*: inductor moves the exchanges",
+}
+"""What a word in the name of a row means."""
+IN_ONE_PIECE = """All attention here was exchanged in one piece. Large exchanges are divided into head groups since (`Parallel(overlap=…)`), of which no run is
+stored yet."""
+
+
+def _kernels(rows: list[dict[str, Any]]) -> str:
+    """What `auto` chose, in all rows together."""
+    features = [feature for row in rows for feature in row.get("features", ())]
+    chosen = [kernels.split(" or ") for feature in features for kernels in feature.get("chosen", {}).values()]
+    return ", ".join(sorted({kernel for kernels in chosen for kernel in kernels}))
 
 
 KERNEL_KINDS = {

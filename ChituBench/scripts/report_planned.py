@@ -45,6 +45,7 @@ def section(data: dict[str, Any] | None) -> str:
         lines.append(f"| {title} | " + " | ".join(_cell(row) for row in rows) + " |")
     prompts = data["prompts"]
     commands = "\n".join(data["commands"])
+    since = "." if any(row["name"] == DRIFT for row in data["rows"]) else BEFORE_DRIFT
     return f"""## The planned cache, part by part
 
 Embedded model, guidance 3, float32, {data["machine"]}, torch {data["torch"]}, diffusers {data["diffusers"]}; calibrated with \
@@ -60,7 +61,15 @@ Embedded model, guidance 3, float32, {data["machine"]}, torch {data["torch"]}, d
 The mean over pictures, and the worst of them. Not in the plan, since they do not pay: local search, by the foretold or by true errors; a correction of
 four predictions, which costs a third tensor; weights of their own for each of three bands of spatial frequency ({_ideas(data, "bands")} dB foretold
 against the plan) and schedules of their own for the two branches of guidance ({_ideas(data, "split")} dB). The oracles plan from the very run that they
-are to draw, and show what is left to gain with sums of two or three earlier predictions."""
+are to draw, and show what is left to gain with sums of two or three earlier predictions{since}"""
+
+
+DRIFT = "+ correction, weights for no drift"
+"""A row of runs in which all other weights count drift."""
+BEFORE_DRIFT = """ whose weights do not count drift.
+
+The run is of before weights counted drift, which the planned cache does now ([what it is worth](../docs/planned-cache.md#how-it-works)): the row of the planned cache is not
+today's, and the oracles, which do not count it either, are no bound of today's."""
 
 
 def _cell(row: dict[str, Any] | None) -> str:

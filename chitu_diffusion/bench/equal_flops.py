@@ -12,7 +12,7 @@ from .tables import complete, psnr_of
 RATIOS = (1.5, 2.0, 3.0, 5.0)
 """The baseline's FLOPs over the case's, at which families are compared."""
 BEYOND = 1.13
-"""So far past its last case a curve is drawn on along its last slope; such a number is set in italics."""
+"""So far past its first and its last case a curve is drawn on along the slope there; such a number is set in italics."""
 EXACT = 100.0
 """PSNR of equal pictures, dB; such a case is on no curve."""
 
@@ -56,7 +56,7 @@ def curve(cases: Sequence[dict[str, Any]], family: str) -> list[tuple[float, flo
 
 
 def value_at(points: Sequence[tuple[float, float]], ratio: float) -> tuple[float, bool] | None:
-    """PSNR of a curve at a FLOPs ratio, and whether it lies between two cases rather than past the last; None if too far."""
+    """PSNR of a curve at a FLOPs ratio, and whether it lies between two cases rather than past them; None if too far."""
     at, margin = math.log(ratio), math.log(BEYOND)
     if len(points) < 2 or not points[0][0] - margin <= at <= points[-1][0] + margin:
         return None

@@ -140,10 +140,12 @@ class Watcher(Feature):
 
     def _tokens(self, call: Call) -> int | None:
         """How many image tokens this call computed, where a cache left out some of them: its leaves ran on those."""
-        memory = call.branch.memory(self)
-        counts: Counter[int] = Counter(call.generation.fewer.get((call.denoiser.name, call.branch.name)))
-        before: Counter[int] = vars(memory).get("fewer", Counter())
-        memory.fewer, new = counts, counts - before
+        key, seen = (call.denoiser.name, call.branch.name), call.generation.memory(self)
+        counts: Counter[int] = Counter(call.generation.fewer.get(key))
+        # Not the branch's own memory: a branch that is new midway has the name of the one before it.
+        before: dict[Any, Counter[int]] = vars(seen).setdefault("fewer", {})
+        new = counts - before.get(key, Counter())
+        before[key] = counts
         return next(iter(new), None)
 
     def _of(self, call: Call, tokens: int | None) -> dict[str, float]:

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from chitu_hooks import BlockInputs, GenerationError, Streams
-from chitu_hooks.block import pack, unpack
 from chitu_hooks.call import map_tensors
 from chitu_hooks.sites import DenoiserSite
+from chitu_hooks.streams import pack, unpack
 from chitu_hooks.tokens import AlignedCuts
 
 

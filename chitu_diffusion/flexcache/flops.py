@@ -253,6 +253,8 @@ class Ledger:
         self.seconds = 0.0
         self._begun = time.perf_counter()
         self._calls: dict[tuple[str, str], tuple[Any, Any, Any, tuple[str, ...]]] = {}
+        self._sizes: dict[tuple[str, str], set[Any]] = {}
+        """Shapes of the sample in a branch's calls."""
         self._fewer: dict[tuple[str, str], Counter[int]] = {}
         self._left_out: dict[tuple[str, str], Counter[str]] = {}
         self._sites: dict[str, DenoiserSite] = {}
@@ -264,6 +266,9 @@ class Ledger:
         key = (call.denoiser.name, call.branch.name)
         self._spans[key] = call.spans
         self._sites[key[0]] = call.denoiser
+        self._sizes.setdefault(key, set()).add(
+            getattr(call.argument(next(iter(call.denoiser.arguments))), "shape", None)
+        )
         if key not in self._calls:
             stacks = tuple(stack.path for stack in call.denoiser.stacks)
             shapes = (spec_of(call.args), spec_of(call.kwargs))
@@ -299,6 +304,10 @@ class Ledger:
         for key, calls in self._tally.items():
             if key not in self._calls:
                 continue
+            if len(self._sizes[key]) > 1:
+                return {
+                    "not counted": f"{' / '.join(key)} had samples of {len(self._sizes[key])} shapes in one generation"
+                }
             count = self._count(key)
             if isinstance(count, str):
                 return {"not counted": count}

@@ -334,8 +334,8 @@ class Cubic(Params):
     static_interval: int = 4
     """Positions from one at which static tokens are computed, and with them all, to the next, at least 1; 1 computes all."""
     medium_interval: int = 4
-    """Positions from one at which medium tokens are computed to the next, at least 1; from `static_interval` on they are
-    computed with the static ones."""
+    """Positions from one at which medium tokens are computed to the next, at least 1: the first at which active ones are too.
+    From `static_interval` on they are computed with the static ones."""
     active_interval: int = 2
     """Positions from one at which active tokens are computed to the next, at least 1; 1 computes them at every one."""
     region: int = 4

@@ -20,8 +20,9 @@ def auto_parallel(pipe: Any, hook_map: HookMap) -> Parallel:
 
     On two ranks gathered keys and values are as many bytes as Ulysses' four tensors, in one exchange in place of two, and
     nothing is put in another order: FLUX.1 at 2048² took 370.7 and 374.8 ms a step in two runs on two H200s, Ulysses 377.7
-    and 376.9. On more ranks Ulysses sends less, as far as it divides the heads. It stays within a machine: its ranks are
-    neighbours, and it exchanges most often.
+    and 376.8. At 1024², where a step is short for the host, the two runs disagree: 78.9 and 105.2 ms, Ulysses 95.4 and 79.7. On
+    more ranks Ulysses sends less, as far as it divides the heads. It stays within a machine: its ranks are neighbours, and
+    it exchanges most often.
 
     Where heads run out, the ranks that are left gather too, and do not pass keys round: a ring takes no mask, needs a kernel
     that gives the log-sum-exp, and rounds once more for each part. What it saves is room for one layer's keys and values,

@@ -67,6 +67,8 @@ class ContextParallel(Feature):
         self.rings = parallel.ring > 1
         self.heads: set[int] = set()
         """Numbers of heads and of key heads that a rank attends with, of the layers that tell."""
+        self.key_share = 1.0
+        """Key heads over heads, the least of those layers."""
         self.trunk_arguments: tuple[str, ...] = ()
         self.calls = 0
         self.seen: dict[str, None] = {}
@@ -107,7 +109,9 @@ class ContextParallel(Feature):
     def _refuse_groups(self, site: AttentionSite, heads: Any) -> Refusal | None:
         if not isinstance(heads, int):
             return None
-        here = {count // self.ulysses for count in (heads, key_heads(site.module, heads))}
+        keys = key_heads(site.module, heads)
+        self.key_share = min(self.key_share, keys / heads)
+        here = {count // self.ulysses for count in (heads, keys)}
         self.heads |= here
         wished = self.parallel.overlap
         common = math.gcd(*here)
@@ -180,7 +184,8 @@ class ContextParallel(Feature):
         main: Any = streams.get("image", streams.get("joint"))
         tokens = main.shape[0] * tokens_of("joint", layout)
         row = main.shape[2] * main.element_size()
-        return groups_for(bytes_sent(tokens, row, self.ulysses, self.parallel.gather), self.heads)
+        sent = bytes_sent(tokens, row, round(row * self.key_share), self.ulysses, self.parallel.gather)
+        return groups_for(sent, self.heads)
 
     def block_in(self, call: Call, block: BlockSite, inputs: BlockInputs) -> None:
         if ACTIVE.layout is not None:
@@ -291,15 +296,19 @@ class ContextParallel(Feature):
         return exchange.ulysses(q, k, v, mine, self.ulysses_group, inner)
 
     def _groups_of(self, q: Tensor, k: Tensor, ctx: AttentionContext, layout: Layout) -> int:
-        """Head groups for this layer: those of the trunk, or one where heads differ by more than their numbers."""
-        divides = q.shape[2] // self.ulysses % layout.groups == 0 == k.shape[2] // self.ulysses % layout.groups
-        if ctx.mask is not None and ctx.mask.shape[1] > 1:
-            return 1  # each head has a mask of its own, which stays in one piece
-        if divides or self.parallel.overlap == "auto":
-            return layout.groups if divides else 1
+        """Head groups for this layer: those of the trunk, or with auto one where they do not fit."""
+        if layout.groups == 1:
+            return 1
+        apart = ctx.mask is not None and ctx.mask.shape[1] > 1  # `ctx` has one mask for all groups
+        divides = all(tensor.shape[2] // self.ulysses % layout.groups == 0 for tensor in (q, k))
+        if divides and not apart:
+            return layout.groups
+        if self.parallel.overlap == "auto":
+            return 1
+        heads = f"{q.shape[2]} heads on {k.shape[2]} key heads over ulysses={self.ulysses}"
         raise GenerationError(
-            f"{ctx.layer}: {q.shape[2]} heads on {k.shape[2]} key heads over ulysses={self.ulysses}, which "
-            f"overlap={layout.groups} does not divide; use overlap=1"
+            f"{ctx.layer}: overlap={layout.groups} does not divide {'a mask that differs between heads' if apart else heads}; "
+            "use overlap=1"
         )
 
     def _outer(

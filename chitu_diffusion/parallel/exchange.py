@@ -97,7 +97,7 @@ def gather(
     Args:
         N: head groups; it divides H and G.
     """
-    return _gather(q_BsHD, k_BsGD, v_BsGD, sizes, 0, True, group, attend, N)
+    return gather_shared(q_BsHD, k_BsGD, v_BsGD, sizes, 0, True, group, attend, N)
 
 
 def gather_shared(
@@ -112,20 +112,6 @@ def gather_shared(
     N: int = 1,
 ) -> Tensor:
     """`gather` where each rank holds the same `text` tokens beside its own image tokens."""
-    return _gather(q_BsHD, k_BsGD, v_BsGD, sizes, text, text_first, group, attend, N)
-
-
-def _gather(
-    q_BsHD: Tensor,
-    k_BsGD: Tensor,
-    v_BsGD: Tensor,
-    sizes: tuple[int, ...],
-    text: int,
-    text_first: bool,
-    group: str,
-    attend: Attend,
-    N: int,
-) -> Tensor:
     g, s = k_BsGD.shape[2] // N, k_BsGD.shape[1]
     first = text if text_first else s - text
     messages = [torch.cat(pair, 2).transpose(0, 1) for pair in zip(head_groups(k_BsGD, N), head_groups(v_BsGD, N))]

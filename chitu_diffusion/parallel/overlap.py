@@ -30,18 +30,19 @@ class Sent(NamedTuple):
     total: int
 
 
-def bytes_sent(tokens: int, row: int, ulysses: int, gather: int) -> Sent:
+def bytes_sent(tokens: int, row: int, key_row: int, ulysses: int, gather: int) -> Sent:
     """What a rank sends for one attention.
 
     Args:
         tokens: of all ranks, times the batch.
         row: bytes of one token's queries.
+        key_row: bytes of one token's keys, fewer where several heads share one.
         ulysses, gather: degrees, of which one is 1.
     """
     if ulysses > 1:  # the way in carries queries, keys and values, the way back the result
         back = tokens // ulysses * row * (ulysses - 1) // ulysses
-        return Sent(back, 4 * back)
-    both = 2 * (tokens // gather) * row * (gather - 1)
+        return Sent(back, 2 * back + 2 * back * key_row // row)
+    both = 2 * (tokens // gather) * key_row * (gather - 1)
     return Sent(both, both)
 
 

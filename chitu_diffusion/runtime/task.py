@@ -94,7 +94,7 @@ class DiffusionTask:
         if not 0 <= self.seed < 2**63:
             raise RequestError(f"--seed {self.seed} is not possible; it is a whole number from 0 to 2^63 - 1")
         for name in ("overlap", "encode_prompt"):
-            if getattr(self, name) is not None and all(getattr(self, degree) is None for degree in DEGREES):
+            if getattr(self, name) is not None and math.prod(getattr(self, degree) or 1 for degree in DEGREES) == 1:
                 raise RequestError(
                     f"{option(name)} {getattr(self, name)} is about several ranks; say how many, as with --cfg-parallel 2 or "
                     "--ulysses 2"

@@ -26,6 +26,7 @@ class CubicStrategy(TokenStrategy):
     damping = DAMPED
     start: ClassVar[dict[str, Any]] = {
         **TokenStrategy.start,
+        "tokens": 0,
         "seen": (),
         "sorted": None,
         "full": 0,
@@ -34,7 +35,9 @@ class CubicStrategy(TokenStrategy):
     }
 
     def watch(self, call: Call, image: Tensor) -> None:
-        memory = self.memory(call.branch)
+        memory, tokens = self.memory(call.branch), image.shape[1]
+        if memory.tokens != tokens:  # a callback may give the picture another size midway
+            memory.tokens, memory.seen, memory.sorted = tokens, (), None
         if memory.sorted is None and not call.step.stage:
             memory.seen += (distances(image, self.params.region),)
 
@@ -60,7 +63,7 @@ class CubicStrategy(TokenStrategy):
         memory = self.memory(call.branch)
         first = next(branch for branch in call.generation.branches if branch.denoiser is call.denoiser)
         other = self.memory(first)
-        if other.sorted is not None and other.residual.shape == memory.residual.shape:
+        if other.sorted is not None and other.tokens == memory.tokens:
             memory.seen = ()
             return other.sorted
         if len(memory.seen) < max(2, self.params.warmup):

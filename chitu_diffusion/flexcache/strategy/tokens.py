@@ -25,6 +25,7 @@ from chitu_hooks.branches import signature
 from chitu_hooks.call import map_tensors
 from chitu_hooks.sites import BlockSite
 from chitu_hooks.state import ACTIVE
+from chitu_hooks.streams import cloned
 from chitu_hooks.tokens import refuse_cutting
 
 from ..fewer import changing, cut_added, cuts, fewer, filled, image_part, main_role, order_of, with_image
@@ -117,7 +118,7 @@ class TokenStrategy(Strategy):
         memory.entry = streams[role]
         self.ledger.reused += 1
         if memory.places is None:  # what is handed on may be written into
-            return {name: None if stream is None else stream.clone() for name, stream in streams.items()}
+            return cloned(streams)
         memory.few = few = fewer(changing(memory.places, 0), streams, order_of(call.denoiser))
         memory.cuts, ACTIVE.layout = cuts(few), few
         call.generation.fewer.setdefault((call.denoiser.name, call.branch.name), Counter())[len(few.image)] += 1
@@ -163,8 +164,8 @@ class TokenStrategy(Strategy):
         return memory.residual + memory.rise * (self.damping * (index - memory.at)).to(memory.rise.dtype)
 
     def _learn_all(self, memory: SimpleNamespace, residual: Tensor, index: int) -> None:
-        if memory.residual is not None and memory.residual.shape == residual.shape:
-            memory.rise = _rise(residual, memory.residual, index - memory.at)
+        same = memory.residual is not None and memory.residual.shape == residual.shape
+        memory.rise = _rise(residual, memory.residual, index - memory.at) if same else None
         memory.residual = residual
         memory.at = torch.full((residual.shape[1], 1), index, device=residual.device)
 
