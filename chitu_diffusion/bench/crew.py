@@ -5,19 +5,21 @@ from __future__ import annotations
 import io
 import multiprocessing
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import diffusers
 import torch
+import transformers
 
 from chitu_diffusion.evaluation.perceptual import lpips_distance
 from chitu_hooks import ChituError
 
 from .errors import BenchError
+from .files import drop_halves
 from .flexcache import Bench
 from .meter import Meter
 from .parts import Piece
@@ -61,6 +63,7 @@ class Crew:
 
     def __init__(self, plan: Plan, count: int, lpips: bool) -> None:
         context = multiprocessing.get_context("spawn")
+        self.folder = plan.output
         self.workers: list[Worker] = []
         # They inherit the mask: Ctrl-C, which a terminal sends to all, is for this process, and it ends them.
         former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -86,6 +89,8 @@ class Crew:
         for worker in self.workers:
             worker.process.join(max(0.0, until - time.monotonic()))
             worker.process.kill()
+            worker.process.join()
+            drop_halves(self.folder, worker.process.pid)
 
     @property
     def idle(self) -> list[Worker]:
@@ -131,10 +136,11 @@ def work(connection: Connection, plan: Plan, number: int, count: int, lpips: boo
     """The life of worker `number` of `count`."""
     from rich.console import Console
 
-    signal.signal(signal.SIGTERM, lambda signal_number, frame: sys.exit(128 + signal_number))  # through every `finally`
     if torch.cuda.is_available():
         torch.cuda.set_device(number % torch.cuda.device_count())  # what "cuda" means from here on
     torch.set_num_threads(max(1, torch.get_num_threads() // count))
+    for library in (diffusers, transformers):  # several bars in one terminal
+        library.utils.logging.disable_progress_bar()
     bench = Bench(plan)
     found = lpips_distance(lambda line: None) if lpips else ""
     bench.lpips = None if isinstance(found, str) else found

@@ -11,6 +11,9 @@ from typing import Any
 
 from .errors import BenchError
 
+HALF = ".part"
+"""What the name of a file that is being written ends with, after its process's number."""
+
 
 def data_folder() -> Path:
     """Shipped cases and prompts: inside the package in the wheel, `ChituBench/` beside it in a checkout."""
@@ -31,7 +34,7 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     Raises:
         BenchError: it cannot be written, on a full disk for example. What was there before is still there.
     """
-    half = path.with_name(f"{path.name}.{os.getpid()}.part")  # several processes may write the same file
+    half = path.with_name(f"{path.name}.{os.getpid()}{HALF}")  # several processes may write the same file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(half)
@@ -44,6 +47,12 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     finally:
         with contextlib.suppress(OSError):
             half.unlink(missing_ok=True)
+
+
+def drop_halves(folder: Path, process: int) -> None:
+    """Remove what that process, which was ended, had not written to the end."""
+    for half in folder.rglob(f"*.{process}{HALF}"):
+        half.unlink(missing_ok=True)
 
 
 def write_json(path: Path, data: Any) -> None:
