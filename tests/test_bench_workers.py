@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from chitu_diffusion.bench.cases import Case
-from chitu_diffusion.bench.files import write_json, write_whole
+from chitu_diffusion.bench.files import drop_halves, write_json, write_whole
 from chitu_diffusion.bench.flexcache import Bench
 from chitu_diffusion.bench.lab import Lab
 from chitu_diffusion.bench.pace import RECENT, Pace
@@ -262,3 +262,19 @@ def test_writing_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write_whole(tmp_path / "there", write)
     assert [path.name for path in tmp_path.iterdir()] == ["there"] and (tmp_path / "there").read_text() == "before"
+
+
+def test_what_an_ended_process_was_writing_is_removed(tmp_path: Path) -> None:
+    """Nobody but the system ends this one: it has no time to tidy up."""
+    write = "import os, signal, sys; from pathlib import Path; from chitu_diffusion.bench.files import write_whole\n"
+    write += (
+        "write_whole(Path(sys.argv[1]), lambda half: (half.write_text('half'), os.kill(os.getpid(), signal.SIGKILL)))"
+    )
+    ended = subprocess.Popen(
+        [sys.executable, "-c", write, str(tmp_path / "cases" / "a.json")], env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert ended.wait(120) == -signal.SIGKILL
+    (tmp_path / "cases" / "b.json.1.part").write_text("of another process")
+    assert len(list(tmp_path.rglob("a.json.*"))) == 1
+    drop_halves(tmp_path, ended.pid)
+    assert [path.name for path in (tmp_path / "cases").iterdir()] == ["b.json.1.part"]
