@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +74,7 @@ class Profile:
     # -- the file ---------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the tables as safetensors, whole or not at all, with everything else as JSON in the file's head."""
+        """Write the tables as safetensors, with everything else as JSON in the file's head."""
         fields = {field.name: getattr(self.tables, field.name) for field in dataclasses.fields(self.tables)}
         tensors = {name: np.ascontiguousarray(value) for name, value in fields.items() if value is not None}
         head = {
@@ -85,13 +84,7 @@ class Profile:
             "checks": [dataclasses.asdict(check) for check in self.checks],
             "versions": self.versions,
         }
-        file = Path(path).expanduser()
-        half = file.with_name(f"{file.name}.{os.getpid()}.part")  # others may be reading, or writing the same
-        try:
-            save_file(tensors, half, metadata={"chitu": json.dumps(head)})
-            half.replace(file)
-        finally:
-            half.unlink(missing_ok=True)
+        save_file(tensors, Path(path).expanduser(), metadata={"chitu": json.dumps(head)})
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
