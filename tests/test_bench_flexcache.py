@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 
 from chitu_diffusion.bench.files import write_json
 from chitu_diffusion.bench.flexcache import Bench
+from chitu_diffusion.bench.pace import Pace
 from chitu_diffusion.bench.plan import Plan
 from chitu_diffusion.bench.results import summary
 from chitu_diffusion.cli.main import app
@@ -184,7 +185,7 @@ def test_groups_are_as_large_as_the_time_allows() -> None:
         (0.2, 60.0, 1),
         (0.2, 30.0, 0),
     ):
-        bench.pace, bench.plan = pace, dataclasses.replace(bench.plan, seconds=seconds)
+        bench.pace, bench.plan = Pace(pace), dataclasses.replace(bench.plan, seconds=seconds)
         assert bench.together(28) == count, (pace, seconds)
     assert bench.missing_seconds == pytest.approx(44.8)
 

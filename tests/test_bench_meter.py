@@ -36,9 +36,9 @@ def test_where_it_is_and_how_long_it_will_take(monkeypatch: pytest.MonkeyPatch) 
     assert "drew it · about 2 min left" in screen.getvalue()
 
 
-def test_what_others_have_finished_counts_once() -> None:
+def test_what_others_have_finished_counts() -> None:
     meter = Meter(Console(file=io.StringIO()), 100)
     meter.begin("drawing", 4)
-    for done in (1, 1, 3):
-        meter.finished(done, 25)
+    for steps, case in ((15, False), (20, True), (20, True), (20, True)):  # a part of a baseline, and three cases
+        meter.finished(steps, case=case)
     assert meter.done == 75 and told(meter) == "drawing, 3 of 4 cases"

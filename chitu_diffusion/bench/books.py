@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -107,13 +107,36 @@ class Books:
                 found.append((case, record))
         return found
 
+    def batch_of(self, case: Case) -> int:
+        """Pictures a call: one where a decision about one picture would depend on the others."""
+        return 1 if KINDS[case.kind].coupled(case) else min(self.plan.batch, len(self.plan.items))
+
+    def drawn_name(self, steps: int, batch: int) -> str:
+        """Under which a baseline's pictures are stored: kernels round otherwise with another number of pictures a call."""
+        return f"{self.baselines[steps]['id']}-{batch}"
+
+    def has_baseline(self, steps: int, batch: int) -> bool:
+        """Whether it has been drawn, by whichever process."""
+        if not self.results.has_drawn(self.drawn_name(steps, batch)):
+            return False
+        record = self.baselines[steps]
+        if record["took"] is None:
+            self.baselines[steps] = record = self.results.baseline(record["id"]) or record
+        return record["took"] is not None
+
+    def open_baselines(self, cases: Iterable[Case]) -> list[tuple[int, int]]:
+        """(steps, pictures a call) of the baselines that `cases` are compared with and that are not drawn."""
+        needed = {(case.steps, self.batch_of(case)) for case in cases}
+        return [one for one in sorted(needed) if not self.has_baseline(*one)]
+
     def work(self) -> int:
         """Scheduler steps of single pictures that are to be done."""
         turns = (self.plan.repeats + 1) * self.plan.timed
         timing, quality = self.open_cases("timing"), self.open_cases("quality")
         timed = sum(case.steps * turns for case, _ in timing)
         timed += sum(group[0][0].steps * turns for group in groups_of(timing, lambda steps: GROUP))
-        drawn = sum(case.steps for case, _ in quality) + sum({case.steps for case, _ in quality})
+        drawn = sum(case.steps for case, _ in quality)
+        drawn += sum(steps for steps, _ in self.open_baselines(case for case, _ in quality))
         return timed + drawn * len(self.plan.items)
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .errors import BenchError
+
+HALF = ".part"
+"""What the name of a file that is being written ends with, after its process's number."""
 
 
 def data_folder() -> Path:
@@ -30,18 +34,25 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     Raises:
         BenchError: it cannot be written, on a full disk for example. What was there before is still there.
     """
-    half = path.with_name(f"{path.name}.part")
+    half = path.with_name(f"{path.name}.{os.getpid()}{HALF}")  # several processes may write the same file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(half)
         half.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            half.unlink()
         raise BenchError(
             f"{str(path)!r} cannot be written: {error.strerror or error}; what was stored before is kept, and the same "
             "command continues from there"
         ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            half.unlink(missing_ok=True)
+
+
+def drop_halves(folder: Path, process: int) -> None:
+    """Remove what that process, which was ended, had not written to the end."""
+    for half in folder.rglob(f"*.{process}{HALF}"):
+        half.unlink(missing_ok=True)
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from importlib.util import find_spec
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from chitu_diffusion.evaluation.perceptual import lpips_distance
 
 from .errors import BenchError
 from .flexcache import Bench
 from .meter import Meter
+from .parts import Piece
 from .plan import Plan
 
-LOOK_SECONDS = 2
-"""How often the process that waits for the others looks what they have stored."""
+if TYPE_CHECKING:
+    from .crew import Crew
 
 
 def run(plan: Plan, console: Any, lpips: bool = False) -> Bench:
@@ -43,53 +41,63 @@ def run(plan: Plan, console: Any, lpips: bool = False) -> Bench:
             bench.first_picture()
         bench.time_all(meter)
         if bench.missing_seconds is None:
-            bench.draw_baselines(meter)
-            draw_shared(bench, meter, lpips)
+            draw(bench, meter, lpips)
+    if bench.lab.stale:
+        again = ", ".join(bench.lab.stale)
+        console.print(
+            f"measured again, since it was of another format or model: {len(bench.lab.stale)} of the results folder's files, "
+            f"{again}",
+            highlight=False,
+        )
     return bench
 
 
-def draw_shared(bench: Bench, meter: Meter, lpips: bool) -> None:
-    """`Bench.draw_all`, in as many processes as the plan says."""
-    waiting = len(bench.books.open_cases("quality"))
-    workers = min(bench.plan.workers, waiting)
+def draw(bench: Bench, meter: Meter, lpips: bool) -> None:
+    """Draw and compare all that has not been, in as many processes as the plan says.
+
+    Raises:
+        BenchError: a process ended early, or a result cannot be written. What was measured before stays.
+    """
+    pieces = bench.pieces(bench.plan.workers)
+    workers = min(bench.plan.workers, len(pieces))
     if workers < 2:
         bench.draw_all(meter)
         return
-    import multiprocessing
+    from .crew import Crew
 
-    plan = dataclasses.replace(bench.plan, seconds=bench.left)
-    context = multiprocessing.get_context("spawn")
-    pace = bench.pace * workers  # they share one device: at worst each is slower by their number
-    processes = [context.Process(target=_worker, args=(plan, n, workers, pace, lpips)) for n in range(workers)]
-    for process in processes:
-        process.start()
-    meter.begin("drawing", waiting)
-    each = bench.books.work() // waiting
-    try:
-        while any(process.is_alive() for process in processes):
-            next(process for process in processes if process.is_alive()).join(LOOK_SECONDS)
-            done = waiting - len(bench.books.open_cases("quality"))
-            meter.finished(done, each)
-    finally:
-        for process in processes:
-            process.terminate()
-    if bench.books.open_cases("quality"):
-        bench.missing_seconds = each * pace
-    failed = [process.exitcode for process in processes if process.exitcode]
-    if failed:
-        raise BenchError(f"{len(failed)} of {workers} workers ended early; the same command continues")
+    bench.measure_constants()
+    meter.begin("drawing", sum(piece.case is not None for piece in pieces))
+    with Crew(bench.plan, workers, lpips) as crew:
+        draw_shared(bench, meter, crew, pieces)
+        ended = crew.ended
+    if ended:
+        raise BenchError(f"{ended} of {workers} workers ended early; the same command continues")
 
 
-def _worker(plan: Plan, worker: int, workers: int, pace: float, lpips: bool) -> None:
-    from rich.console import Console
-
-    console = Console(stderr=True, quiet=False, force_terminal=False)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(worker % torch.cuda.device_count())  # what "cuda" means from here on
-    torch.set_num_threads(max(1, torch.get_num_threads() // workers))
-    bench = Bench(plan, (worker, workers))
-    bench.pace = pace
-    found = lpips_distance(lambda line: None) if lpips else ""
-    bench.lpips = None if isinstance(found, str) else found
-    with Meter(console, bench.books.work() // workers) as meter:
-        bench.draw_all(meter)
+def draw_shared(bench: Bench, meter: Meter, crew: Crew, pieces: list[Piece]) -> None:
+    """Hand out `pieces` as long as they fit; a case waits for the baseline that it is compared with."""
+    parts: dict[tuple[int, int], list[tuple[Piece, dict[str, Any]]]] = {}
+    while True:
+        for worker in crew.idle:
+            ready = (piece for piece in pieces if piece.case is None or bench.books.has_baseline(*piece.baseline))
+            piece = next((piece for piece in ready if bench.has_time_for(piece)), None)
+            if piece is None:
+                break
+            pieces.remove(piece)
+            crew.give(worker, piece)
+        if not crew.busy:
+            break
+        for answer in crew.answers():
+            piece = answer.piece
+            bench.pace.saw_drawn(piece.batch, piece.work, answer.seconds, first=answer.first)
+            meter.finished(piece.work, case=piece.case is not None)
+            if answer.told:
+                meter.tell(answer.told)
+            if answer.took is not None:
+                drawn = parts.setdefault(piece.baseline, [])
+                drawn.append((piece, answer.took))
+                if sum(part.count for part, _ in drawn) == len(bench.plan.items):
+                    bench.join_baseline(drawn)
+                    meter.tell(f"drew the baseline, {piece.steps} steps, {piece.batch} a call")
+    if pieces and not crew.ended:
+        bench.missing_seconds = min(bench.seconds_for(piece) for piece in pieces)

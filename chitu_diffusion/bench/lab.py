@@ -14,17 +14,19 @@ from typing import Any
 
 import torch
 
+from chitu_diffusion.flexcache.constants import read as read_constants
+from chitu_diffusion.flexcache.planning.profile import Profile
 from chitu_diffusion.runtime import DiffusionTask
 from chitu_diffusion.runtime.call import CallPlan, plan_call, read_pictures
 from chitu_diffusion.runtime.generator import quiet
 from chitu_diffusion.runtime.loading import load_pipeline, model_source, pick_device, pick_dtype
 from chitu_diffusion.runtime.metrics import Stopwatch, peak_memory, start_peak_memory, synchronizer
-from chitu_hooks import Handle, load_hook_map
+from chitu_hooks import Handle, PatchError, Sites, load_hook_map
 
 from .cases import Case
 from .errors import BenchError
 from .files import data_folder, write_whole
-from .kinds import KINDS, PEERS, Setting
+from .kinds import KINDS, MEASURED, PEERS, Setting
 from .quality import Drawn
 from .watch import Watcher
 
@@ -57,6 +59,9 @@ class Lab:
         self.maker = OURS
         self.pipe = load_pipeline(self.source, dtype=self.dtype, device=self.device)
         self.watcher = Watcher()
+        self.stale: list[str] = []
+        """Names of files of constants that could not be used any more, and were measured again."""
+        self._sound: set[Path] = set()
         self._synchronize = synchronizer(torch.device(self.device))
 
     def plan(self, steps: int | None) -> CallPlan:
@@ -150,30 +155,59 @@ class Lab:
             "bytes_held": held if case.kind == "chitu" else None,
         }
 
+    def measure(self, case: Case) -> None:
+        """Have the constants that `case` is to be given, measured on a pipeline that no peer has touched."""
+        for key, value in case.params.items():
+            path, ask = (self._profile, self.profile) if key == "profile" else (self._constants, self.constants)
+            if value == MEASURED and path(case.steps) not in self._sound:
+                self.prepare(dataclasses.replace(case, kind="baseline"))
+                ask(case.steps)
+
     def constants(self, steps: int) -> str:
         """The file of constants measured on this model with so many steps; measured at the first asking."""
-        path = self.folder / f"constants-{steps}.yaml"
+        path = self._constants(steps)
         return self._calibrated(path, steps, [(prompt, 0) for prompt in CALIBRATION], "path")
 
     def profile(self, steps: int) -> str:
         """The profile of the planned cache for runs of so many steps; measured at the first asking, on prompts and seeds that
         are nowhere else in the bench."""
-        path = self.folder / f"profile-{steps}.safetensors"
+        path = self._profile(steps)
         prompts = (data_folder() / "prompts" / "calibration.txt").read_text(encoding="utf-8").splitlines()
         return self._calibrated(path, steps, [(prompt, 1000 + n) for n, prompt in enumerate(prompts)], "planned")
 
+    def _constants(self, steps: int) -> Path:
+        return self.folder / f"constants-{steps}.yaml"
+
+    def _profile(self, steps: int) -> Path:
+        return self.folder / f"profile-{steps}.safetensors"
+
     def _calibrated(self, path: Path, steps: int, items: Sequence[Item], what: str) -> str:
-        """`path`, written by a calibration on `items` if it is not there; `what` is the argument that names the file."""
+        """`path`, written by a calibration on `items` unless it is there and of use; `what` is the argument that names it."""
         from chitu_diffusion import patch
         from chitu_diffusion.flexcache import calibrate
 
-        if not path.is_file():
-            case = Case(kind="baseline", use="", steps=steps, family="baseline")
-            calls = [self.arguments(case, [item]) for item in items]
+        if path not in self._sound:
             # Outside of what may be on just now: constants are those of the pipeline as it is.
             with patch(self.pipe, hook_map=self.hook_map) as handle, quiet(self.pipe):
-                write_whole(path, lambda half: calibrate(handle, calls, **{what: half}))
+                there = path.is_file()
+                if not there or not _usable(path, what, handle.sites):
+                    case = Case(kind="baseline", use="", steps=steps, family="baseline")
+                    calls = [self.arguments(case, [item]) for item in items]
+                    write_whole(path, lambda half: calibrate(handle, calls, **{what: half}))
+                    self.stale += [path.name] if there else []
+            self._sound.add(path)
         return str(path)
+
+
+def _usable(path: Path, what: str, sites: Sites) -> bool:
+    """Whether a file of constants can be read by this version and is of this model; else it is measured again."""
+    try:
+        if what == "planned":
+            return Profile.load(path).unlike(sites) is None
+        read_constants(str(path), "magcache", sites)
+    except PatchError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

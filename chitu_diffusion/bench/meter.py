@@ -71,11 +71,11 @@ class Meter:
         )
         self.advance(count)
 
-    def finished(self, cases: int, each: int) -> None:
-        """Others have finished so many cases of this part, of so much work each."""
-        self.advance((cases - self.case) * each)
-        self.case = cases
-        self.bar.update(self._task, description=f"{self.part}, {cases} of {self.cases} cases")
+    def finished(self, steps: int, *, case: bool) -> None:
+        """Another process has finished so much work; whether it was a case of this part."""
+        self.advance(steps)
+        self.case += case
+        self.bar.update(self._task, description=f"{self.part}, {self.case} of {self.cases} cases")
 
     def advance(self, steps: int) -> None:
         self.done += steps

@@ -127,6 +127,14 @@ class Results:
 
         write_whole(self.folder / "tensors" / f"{name}.safetensors", save)
 
+    def drop_parts(self, name: str) -> None:
+        """Remove the parts in which `name` was drawn, also those that an interrupted bench left."""
+        for path in (self.folder / "tensors").glob(f"{name}-from-*.safetensors"):
+            path.unlink(missing_ok=True)
+
+    def has_drawn(self, name: str) -> bool:
+        return (self.folder / "tensors" / f"{name}.safetensors").is_file()
+
     def drawn(self, name: str) -> Drawn | None:
         """What `put_drawn` stored under that name."""
         from safetensors.torch import load_file

@@ -41,8 +41,8 @@ class Calls:
         states = self._states.setdefault(number, [generator.get_state() for generator in generators(call)])
         for generator, state in zip(generators(call), states):
             generator.set_state(state)
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices=devices):
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+        with torch.random.fork_rng(devices=devices):  # of all, since seeding is of all
             torch.manual_seed(number)
             return pipe(**map_tensors(call, torch.clone))  # pipelines write into what they are handed
 
