@@ -95,7 +95,7 @@ def test_every_case_is_measured_and_compared(done: Path) -> None:
     assert cases["fewer steps count=3"]["quality"]["flops_ratio"] == 2
     assert cases["magcache constants=measured, threshold=10.0, retention=0.1"]["quality"]["flops_ratio"] > 1
     planned = cases["planned profile=measured, budget=0.5"]["quality"]
-    assert planned["flops_ratio"] == 2 and (done / "profile-6.safetensors").is_file()
+    assert planned["flops_ratio"] == 2 and len(list(done.glob("profile-6-*.safetensors"))) == 1
     # Of random weights no forecast can be expected to be good: its plan reckons with a trained model's drift.
     assert planned["metrics"]["psnr"]["mean"] > cases["fewer steps count=3"]["quality"]["metrics"]["psnr"]["mean"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,7 +40,6 @@ cases:
   - {use: planned, params: {profile: measured, budget: 0.5}}
 """
 PROMPTS = ("a cat", "a dog", "a very big fish")
-PROFILE = "profile-6.safetensors"
 ADAPTIVE = "fbcache threshold=0.3"
 
 
@@ -233,23 +233,23 @@ def test_a_case_is_begun_if_it_fits_at_the_measured_pace(given: Path) -> None:
 
 def test_a_profile_of_an_older_format_is_measured_again(alone: Path, given: Path, tmp_path: Path) -> None:
     output = tmp_path / "results"
+    (stored,) = alone.glob("profile-6-*.safetensors")
+    name = stored.name
     write_json(output / "bench.json", {"format": 1, "bench": "flexcache"})
-    with safetensors.safe_open(alone / PROFILE, framework="np") as opened:
+    with safetensors.safe_open(stored, framework="np") as opened:
         head = json.loads(opened.metadata()["chitu"])
-    save_file(load_file(alone / PROFILE), output / PROFILE, metadata={"chitu": json.dumps({**head, "format": 1})})
+    save_file(load_file(stored), output / name, metadata={"chitu": json.dumps({**head, "format": 1})})
     result = chitu(words(given, output, 1))
     assert result.exit_code == 0, result.output
     assert {label for label, record in records(output).items() if record["error"]} == set()
-    assert f"1 of the results folder's files, {PROFILE}" in " ".join(result.output.split())
+    assert f"1 of the results folder's files, {name}" in " ".join(result.output.split())
     assert measured(output) == measured(alone)
     for path in (output / "cases").glob("*.json"):  # nothing is open but the drawing, and the file is stale once more
         write_json(path, {**json.loads(path.read_text()), "quality": None})
-    (output / PROFILE).write_bytes(b"half a file")
+    (output / name).write_bytes(b"half a file")
     again = chitu(words(given, output, 2))
     assert again.exit_code == 0, again.output
-    assert f"1 of the results folder's files, {PROFILE}" in " ".join(again.output.split()), (
-        "once, and not in each worker"
-    )
+    assert f"1 of the results folder's files, {name}" in " ".join(again.output.split()), "once, and not in each worker"
     assert measured(output) == measured(alone)
 
 
@@ -278,3 +278,14 @@ def test_what_an_ended_process_was_writing_is_removed(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("a.json.*"))) == 1
     drop_halves(tmp_path, ended.pid)
     assert [path.name for path in (tmp_path / "cases").iterdir()] == ["b.json.1.part"]
+
+
+def test_another_guidance_has_a_profile_of_its_own(alone: Path, given: Path, tmp_path: Path) -> None:
+    output = tmp_path / "results"
+    write_json(output / "bench.json", {"format": 1, "bench": "flexcache"})
+    (stored,) = alone.glob("profile-6-*.safetensors")
+    shutil.copy(stored, output / stored.name)
+    result = chitu([*words(given, output, 1), "--guidance", "2"])
+    assert result.exit_code == 0, result.output
+    assert {label for label, record in records(output).items() if record["error"]} == set()
+    assert len(list(output.glob("profile-6-*.safetensors"))) == 2

@@ -28,6 +28,7 @@ from .errors import BenchError
 from .files import data_folder, write_whole
 from .kinds import KINDS, MEASURED, PEERS, Setting
 from .quality import Drawn
+from .results import content_id
 from .watch import Watcher
 
 CALIBRATION = ("a red apple on a blue background", "a castle above a green book on a white background")
@@ -176,10 +177,17 @@ class Lab:
         return self._calibrated(path, steps, [(prompt, 1000 + n) for n, prompt in enumerate(prompts)], "planned")
 
     def _constants(self, steps: int) -> Path:
-        return self.folder / f"constants-{steps}.yaml"
+        return self.folder / f"constants-{steps}-{self._call}.yaml"
 
     def _profile(self, steps: int) -> Path:
-        return self.folder / f"profile-{steps}.safetensors"
+        return self.folder / f"profile-{steps}-{self._call}.safetensors"
+
+    @property
+    def _call(self) -> str:
+        """A short name for what constants depend on besides model and steps, as a folder may hold results of several calls."""
+        task = self.task
+        size = task.height, task.width, task.num_frames
+        return content_id([size, task.guidance, task.negative_prompt, dict(task.arguments), str(self.dtype)])[:8]
 
     def _calibrated(self, path: Path, steps: int, items: Sequence[Item], what: str) -> str:
         """`path`, written by a calibration on `items` unless it is there and of use; `what` is the argument that names it."""
