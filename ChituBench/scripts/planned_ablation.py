@@ -27,7 +27,7 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
-from planned_sampler import Batch, Sampler
+from planned_sampler import Batch, Halved, Sampler
 
 from chitu_diffusion.bench.quality import bootstrap
 from chitu_diffusion.evaluation.pictures import psnr
@@ -50,6 +50,7 @@ class Study:
     sampler: Sampler
     steps: int
     tables: Tables
+    parts: dict[str, Tables]
     tests: Batch
     searching: Batch
     found: dict[Setting, list[tuple[tuple[int, ...], float]]] = field(default_factory=dict)
@@ -93,11 +94,26 @@ def rows(study: Study, budget: int, sweeps: int) -> Iterator[tuple[str, Callable
     yield "uniform, corrected", partial(fitted, tables, uniform(budget, steps), full)
     yield "growing, corrected", partial(fitted, tables, growing(budget, steps), full)
     yield "+ the best of the candidates", partial(plan, tables, budget, full)
+    if 4 <= budget < steps:
+        for which, action in ((slice(-2, None), "conditional"), (slice(2, 4), "unconditional")):
+            yield f"+ one step more, two by the {action} branch alone", partial(halved, study, budget, which, action)
     yield "+ local search on the prediction", partial(by_prediction, study, budget, full)
     if sweeps:
         yield "+ local search on true errors", partial(by_true_errors, study, budget, full, sweeps)
     yield "oracle: each picture's own weights", lambda: own(study, budget, full, schedule=False)
     yield "oracle: each picture's own schedule and weights", lambda: own(study, budget, full, schedule=True)
+
+
+def halved(study: Study, budget: int, which: slice, action: str) -> Halved:
+    """The plan of one step more, at two of whose steps only one branch is computed: as many FLOPs."""
+    made = plan(study.tables, budget + 1)
+    halves = made.steps[which]
+    whole = [step for step in made.steps if step not in halves]
+    pairs = {}
+    for at in halves:
+        history = [step for step in whole if step < at][:-3:-1]
+        pairs[at] = tuple(zip(history, weights(study.parts[action].mean, history, at)))
+    return Halved(made.steps, made.weights, actions=dict.fromkeys(halves, action), halves=pairs)
 
 
 def unsigned(tables: Tables, setting: Setting, budget: int) -> tuple[int, ...]:
@@ -165,8 +181,8 @@ def not_taken(calibration: Batch, budget: int) -> dict[str, float]:
     """Predicted final latent error in dB of ideas that do not pay, against the plan: radial bands, and guidance in two halves.
 
     *bands*: each of three bands of spatial frequency has weights of its own. *split*: the two branches of guidance have
-    schedules of their own, at the best division of the same number of calls; computing one branch and forecasting the other is a
-    special case. Its two errors are taken for independent.
+    schedules of their own, at the best division of the same number of calls, each forecast from itself. Its two errors are taken
+    for independent.
     """
     setting, tables = Setting(), calibration.tables()
     steps = searched(tables, setting)[budget - 1][0]
@@ -216,6 +232,7 @@ def main() -> None:
             sampler,
             steps,
             recorded.tables(),
+            recorded.parts_tables(),
             sampler.record(tests, steps),
             recorded.some(range(min(SEARCHED, len(calibration)))),
         )

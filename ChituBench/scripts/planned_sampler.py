@@ -5,8 +5,8 @@ B pictures, N steps, S tokens, C channels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ from diffusers import DiffusionPipeline
 
 from chitu_diffusion.demo import DEFAULTS, model_folder
 from chitu_diffusion.flexcache.planning import Plan, Tables
+from chitu_diffusion.flexcache.planning.combine import Pairs
 
 BANDS = (0.0, 0.15, 0.35, 2.0)
 """Edges of bands of spatial frequency, as parts of the highest along one axis."""
@@ -60,6 +61,12 @@ class Batch:
         weights = (1 - self.guidance, self.guidance)
         return [self._tables(weight * branch, slice(None)) for weight, branch in zip(weights, self.branches)]
 
+    def parts_tables(self) -> dict[str, Tables]:
+        """Of what a half step forecasts, by the branch that it computes."""
+        off, on = self.branches
+        parts = {"conditional": on - off, "unconditional": on}
+        return {action: self._tables(part, slice(None)) for action, part in parts.items()}
+
     def band_tables(self) -> list[Tables]:
         """Of the guided velocity in each of `BANDS`; their squares add up to the whole."""
         return [self._tables(part, slice(None)) for part in split(self._guided(slice(None)))]
@@ -89,6 +96,18 @@ def split(velocities: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
+@dataclass(frozen=True)
+class Halved(Plan):
+    """A plan at some of whose steps one branch of guidance is computed and the other one forecast, for half of the FLOPs.
+
+    Attributes:
+        halves: position -> pairs of a position at which both are computed and its weight. Where `actions` says ``conditional``,
+            they make up the difference between the branches; where it says ``unconditional``, the branch with the prompt.
+    """
+
+    halves: Mapping[int, Pairs] = field(default_factory=dict)
+
+
 class Sampler:
     """The pipeline's own loop: Euler steps on the guided velocity, with the latent in float32."""
 
@@ -114,6 +133,8 @@ class Sampler:
     @torch.no_grad()
     def run(self, batch: Batch, plan: Plan | Sequence[Plan]) -> torch.Tensor:
         """The final latents of one plan, or of one for each picture."""
+        if isinstance(plan, Halved):
+            return self._run_halved(batch, plan)
         sigmas, times = self._schedule(len(batch.sigmas) - 1)
         together = isinstance(plan, Plan)
         plans = [plan] if isinstance(plan, Plan) else list(plan)
@@ -131,6 +152,30 @@ class Sampler:
                 given = sum(w * known[n][j] for j, w in own.weights.get(step, ((step, 1.0),)))
                 latents[n] = latents[n] + (sigmas[step + 1] - sigmas[step]) * given
         return torch.cat(latents)
+
+    def _run_halved(self, batch: Batch, plan: Halved) -> torch.Tensor:
+        """The same for a plan with half steps, where each branch is a call of its own."""
+        sigmas, times = self._schedule(len(batch.sigmas) - 1)
+        latent = batch.start
+        branches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        known: dict[int, torch.Tensor] = {}
+        sides = [
+            {name: part.chunk(2)[side] if name in PER_PICTURE else part for name, part in batch.inputs.items()}
+            for side in (0, 1)
+        ]
+        for step, time in enumerate(times):
+            action = plan.actions.get(step)
+            if action is not None:
+                side = ("unconditional", "conditional").index(action)
+                found = self._predict(sides[side], latent, time)
+                made = sum(w * (branches[j][1] - side * branches[j][0]) for j, w in plan.halves[step])
+                known[step] = found + (self.guidance - 1) * made if side else found + self.guidance * (made - found)
+            elif step in plan.steps:
+                off, on = branches[step] = self._branches(batch.inputs, latent, time)
+                known[step] = off + self.guidance * (on - off)
+            given = sum(w * known[j] for j, w in plan.weights.get(step, ((step, 1.0),)))
+            latent = latent + (sigmas[step + 1] - sigmas[step]) * given
+        return latent
 
     def errors(self, batch: Batch, plan: Plan | None = None, latents: torch.Tensor | None = None) -> torch.Tensor:
         """(B) relative squared errors of final latents, of a plan or given."""
@@ -170,12 +215,13 @@ class Sampler:
 
     def _branches(self, inputs: dict[str, torch.Tensor], latent: torch.Tensor, time: float) -> torch.Tensor:
         """(2, B, S, C) predictions without and with the prompt."""
-        both = torch.cat([latent, latent])
-        timestep = torch.full((len(both),), time / 1000, device=latent.device)
-        found = self.pipe.transformer(
-            hidden_states=both, timestep=timestep, guidance=None, return_dict=False, **inputs
+        return self._predict(inputs, torch.cat([latent, latent]), time).unflatten(0, (2, -1))
+
+    def _predict(self, inputs: dict[str, torch.Tensor], latent: torch.Tensor, time: float) -> torch.Tensor:
+        timestep = torch.full((len(latent),), time / 1000, device=latent.device)
+        return self.pipe.transformer(
+            hidden_states=latent, timestep=timestep, guidance=None, return_dict=False, **inputs
         )[0]
-        return found.unflatten(0, (2, -1))
 
     def _schedule(self, steps: int) -> tuple[list[float], list[float]]:
         self.pipe.scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), device=self.device)
