@@ -231,7 +231,7 @@ def test_the_fewest_steps_for_an_error(tables: Tables) -> None:
 
 def test_passing_errors_cost_where_the_velocity_responds() -> None:
     sigmas, velocities = paths()
-    calm, lively = (made(velocities, sigmas, response=np.full(STEPS, factor)) for factor in (0.0, 5.0))
+    calm, lively = (made(velocities, sigmas, response=np.full((1, STEPS), factor)) for factor in (0.0, 5.0))
     steps = (0, 1, 4, 6)
     assert price(lively, fitted(calm, steps), PLAIN) > price(calm, fitted(calm, steps), PLAIN)
     assert gap_costs(lively, PLAIN)[1, 2, 5] > gap_costs(calm, PLAIN)[1, 2, 5]
@@ -259,8 +259,8 @@ def test_weights_lean_less_on_velocities_of_latents_that_drifted() -> None:
     steps, factor, gained = (0, 1, 3, 6), 8.0, []
     for seed in range(6):
         sigmas, velocities = paths(size=64, seed=seed)
-        lively = made(velocities, sigmas, response=np.full(STEPS, factor))
-        calm = made(velocities, sigmas, response=np.zeros(STEPS))
+        lively = made(velocities, sigmas, response=np.full((1, STEPS), factor))
+        calm = made(velocities, sigmas, response=np.zeros((1, STEPS)))
         wary, plain = (fitted(tables, steps) for tables in (lively, calm))
         assert dict(wary.weights[3])[3] < dict(plain.weights[3])[3], "the correction trusts what was computed less"
         errors = [np.mean([drifted(velocities, sigmas, p, factor, n) for n in range(4)]) for p in (wary, plain)]
@@ -273,7 +273,7 @@ def test_weights_lean_less_on_velocities_of_latents_that_drifted() -> None:
 def test_a_correction_is_least_squares_with_noise_in_what_was_computed() -> None:
     """The noise written out, as one more element of the velocities that is unlike all others."""
     sigmas, velocities = paths(runs=1, size=40)
-    tables, setting = made(velocities, sigmas, response=np.full(STEPS, 5.0)), replace(PLAIN, ridge=1e-13)
+    tables, setting = made(velocities, sigmas, response=np.full((1, STEPS), 5.0)), replace(PLAIN, ridge=1e-13)
     found, v, deltas = fitted(tables, (0, 1, 4), setting), velocities[0], np.diff(sigmas)
     error = sum(deltas[at] * (sum(w * v[j] for j, w in found.weights[at]) - v[at]) for at in (2, 3))
     one, zero, four = (np.append(v[at], 5.0 * np.linalg.norm(error) * (at == 4)) for at in (1, 0, 4))
