@@ -79,8 +79,13 @@ def no_latent(head: Any, tables: Any) -> None:
     tables["final"] = 0 * tables["final"]
 
 
+def unresponsive(head: Any, tables: Any) -> None:
+    tables["response"] = -tables["response"]
+
+
 EDITS = (
-    grid, words, guidance, guidance_word, check, check_nan, fewer, reverse, lengthless, negative, lopsided, no_latent
+    grid, words, guidance, guidance_word, check, check_nan, fewer, reverse, lengthless, negative, lopsided, no_latent,
+    unresponsive,
 )  # fmt: skip
 
 

@@ -296,6 +296,17 @@ def test_early_errors_count_more(tables: Tables) -> None:
     assert times[0] > times[1] > times[2] == 1
 
 
+def test_errors_grow_as_velocities_answer_them(tables: Tables) -> None:
+    """Where nothing answers an error it stays as it is; by the rule's own response it grows by the rule."""
+    rule = response(tables)
+    still, own, twice = (growth(replace(tables, response=factor * rule[None])) for factor in (0, 1, 2))
+    assert still == pytest.approx(1, abs=1e-5) and own == pytest.approx(growth(tables))
+    assert twice - 1 == pytest.approx(2 * (own - 1))
+    runs = replace(tables, response=np.stack([rule, 4 * rule]))
+    assert response(runs) == pytest.approx(2 * rule) and growth(runs) == pytest.approx(twice)
+    assert growth(runs.after(4)) == pytest.approx(growth(runs)[4:])
+
+
 def test_a_run_that_begins_later(tables: Tables) -> None:
     cut = tables.after(3)
     assert cut.steps == STEPS - 3
@@ -313,6 +324,11 @@ def test_what_does_not_go_together_is_refused(tables: Tables) -> None:
         Tables(tables.sigmas[1:], tables.gram)
     with pytest.raises(ValueError, match="not finite"):
         Tables(tables.sigmas, tables.gram * np.nan)
+    for wrong in (np.ones(STEPS), np.ones((1, STEPS - 1)), np.ones((4, STEPS))):
+        with pytest.raises(ValueError, match=r"response has shape .*, not \(1 to 3, 9\)"):
+            Tables(tables.sigmas, tables.gram, response=wrong)
+    with pytest.raises(ValueError, match="below 0"):
+        Tables(tables.sigmas, tables.gram, response=np.full((1, STEPS), -1.0))
     with pytest.raises(ValueError, match="from 1 to 9"):
         plan(tables, 10)
     with pytest.raises(ValueError, match="rise from 0"):
