@@ -19,6 +19,7 @@ from chitu_diffusion.flexcache import Profile
 from chitu_diffusion.flexcache.planning import Plan, Tables, drift
 from chitu_diffusion.flexcache.planning.combine import response
 from chitu_diffusion.flexcache.planning.course import Planner
+from chitu_hooks import StepCall
 from chitu_hooks.clock import instance_wrapper
 
 pytestmark = pytest.mark.filterwarnings("ignore::chitu_hooks.ChituWarning")
@@ -126,6 +127,15 @@ def test_predictions_that_do_not_change_leave_the_rule(tmp_path: Path) -> None:
     with patch(pipe) as handle:
         handle.calibrate(calls("flux"), planned=tmp_path / "p.safetensors")
     assert Profile.load(tmp_path / "p.safetensors").tables.response is None
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)])
+def test_what_moved_no_further_than_rounding_says_nothing(dtype: torch.dtype, least: float) -> None:
+    latent, prediction = torch.ones(2, 4, 64, dtype=dtype), torch.ones(2, 4, 64, dtype=dtype)
+    off = torch.tensor([0.5 * least, 2.0 * least])[:, None, None]
+    step: Any = StepCall(None, None, (prediction.float() + 3 * off, 0, latent.float() + off), {})  # type: ignore[arg-type]
+    few, enough = drift.ratios((latent, prediction), step)
+    assert np.isnan(few) and enough == pytest.approx(3, rel=0.01)
 
 
 def test_few_whole_runs_are_held_where_they_are_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
