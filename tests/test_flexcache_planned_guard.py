@@ -123,7 +123,7 @@ def test_a_skip_that_cannot_be_is_planned_around(profiles: dict[str, str], tmp_p
     calibrated("sd3", path)
 
     def unguided(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        if step == 3:
+        if step == 4:
             pipe._guidance_scale = 0.0
             return {name: tensor.chunk(2)[1] for name, tensor in tensors.items()}
         return {}
@@ -134,9 +134,9 @@ def test_a_skip_that_cannot_be_is_planned_around(profiles: dict[str, str], tmp_p
         run("sd3", pipe, STEPS, **call)
         report = handle.report()
         course: Any = next(f for f in handle.features if f.name == "planned").course  # type: ignore[attr-defined]
-    assert 4 not in course.planned.steps and 4 in log.computed()
+    assert 5 not in course.planned.steps and 5 in log.computed()
     assert (
-        log.computed() == sorted(course.computed) and set(course.plan.weights) >= set(range(5, STEPS)) - course.computed
+        log.computed() == sorted(course.computed) and set(course.plan.weights) >= set(range(6, STEPS)) - course.computed
     )
     told = next(feature for feature in report.features if feature["name"] == "planned")["plan"]
-    assert told["changes"] == ["computed step 4, which could not be skipped"]
+    assert told["changes"] == ["computed step 5, which could not be skipped"]

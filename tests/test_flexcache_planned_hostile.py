@@ -79,8 +79,13 @@ def no_latent(head: Any, tables: Any) -> None:
     tables["final"] = 0 * tables["final"]
 
 
+def unresponsive(head: Any, tables: Any) -> None:
+    tables["response"] = -tables["response"]
+
+
 EDITS = (
-    grid, words, guidance, guidance_word, check, check_nan, fewer, reverse, lengthless, negative, lopsided, no_latent
+    grid, words, guidance, guidance_word, check, check_nan, fewer, reverse, lengthless, negative, lopsided, no_latent,
+    unresponsive,
 )  # fmt: skip
 
 
@@ -105,7 +110,7 @@ def test_a_profile_of_another_format_is_refused(flux: Path, tmp_path: Path) -> N
     with safe_open(flux, "np") as opened:
         head = json.loads(opened.metadata()["chitu"])
     save_file(load_file(flux), path, metadata={"chitu": json.dumps({**head, "format": 1})})
-    with pytest.raises(PatchError, match="has format 1, not 2; calibrate again"):
+    with pytest.raises(PatchError, match="has format 1, not 3; calibrate again"):
         patch(build("flux"), cache=Planned(profile=path, budget=0.5))
 
 

@@ -231,7 +231,7 @@ def test_the_fewest_steps_for_an_error(tables: Tables) -> None:
 
 def test_passing_errors_cost_where_the_velocity_responds() -> None:
     sigmas, velocities = paths()
-    calm, lively = (made(velocities, sigmas, response=np.full(STEPS, factor)) for factor in (0.0, 5.0))
+    calm, lively = (made(velocities, sigmas, response=np.full((1, STEPS), factor)) for factor in (0.0, 5.0))
     steps = (0, 1, 4, 6)
     assert price(lively, fitted(calm, steps), PLAIN) > price(calm, fitted(calm, steps), PLAIN)
     assert gap_costs(lively, PLAIN)[1, 2, 5] > gap_costs(calm, PLAIN)[1, 2, 5]
@@ -259,8 +259,8 @@ def test_weights_lean_less_on_velocities_of_latents_that_drifted() -> None:
     steps, factor, gained = (0, 1, 3, 6), 8.0, []
     for seed in range(6):
         sigmas, velocities = paths(size=64, seed=seed)
-        lively = made(velocities, sigmas, response=np.full(STEPS, factor))
-        calm = made(velocities, sigmas, response=np.zeros(STEPS))
+        lively = made(velocities, sigmas, response=np.full((1, STEPS), factor))
+        calm = made(velocities, sigmas, response=np.zeros((1, STEPS)))
         wary, plain = (fitted(tables, steps) for tables in (lively, calm))
         assert dict(wary.weights[3])[3] < dict(plain.weights[3])[3], "the correction trusts what was computed less"
         errors = [np.mean([drifted(velocities, sigmas, p, factor, n) for n in range(4)]) for p in (wary, plain)]
@@ -273,7 +273,7 @@ def test_weights_lean_less_on_velocities_of_latents_that_drifted() -> None:
 def test_a_correction_is_least_squares_with_noise_in_what_was_computed() -> None:
     """The noise written out, as one more element of the velocities that is unlike all others."""
     sigmas, velocities = paths(runs=1, size=40)
-    tables, setting = made(velocities, sigmas, response=np.full(STEPS, 5.0)), replace(PLAIN, ridge=1e-13)
+    tables, setting = made(velocities, sigmas, response=np.full((1, STEPS), 5.0)), replace(PLAIN, ridge=1e-13)
     found, v, deltas = fitted(tables, (0, 1, 4), setting), velocities[0], np.diff(sigmas)
     error = sum(deltas[at] * (sum(w * v[j] for j, w in found.weights[at]) - v[at]) for at in (2, 3))
     one, zero, four = (np.append(v[at], 5.0 * np.linalg.norm(error) * (at == 4)) for at in (1, 0, 4))
@@ -296,6 +296,17 @@ def test_early_errors_count_more(tables: Tables) -> None:
     assert times[0] > times[1] > times[2] == 1
 
 
+def test_errors_grow_as_velocities_answer_them(tables: Tables) -> None:
+    """Where nothing answers an error it stays as it is; by the rule's own response it grows by the rule."""
+    rule = response(tables)
+    still, own, twice = (growth(replace(tables, response=factor * rule[None])) for factor in (0, 1, 2))
+    assert still == pytest.approx(1, abs=1e-5) and own == pytest.approx(growth(tables))
+    assert twice - 1 == pytest.approx(2 * (own - 1))
+    runs = replace(tables, response=np.stack([rule, 4 * rule]))
+    assert response(runs) == pytest.approx(2 * rule) and growth(runs) == pytest.approx(twice)
+    assert growth(runs.after(4)) == pytest.approx(growth(runs)[4:])
+
+
 def test_a_run_that_begins_later(tables: Tables) -> None:
     cut = tables.after(3)
     assert cut.steps == STEPS - 3
@@ -313,6 +324,11 @@ def test_what_does_not_go_together_is_refused(tables: Tables) -> None:
         Tables(tables.sigmas[1:], tables.gram)
     with pytest.raises(ValueError, match="not finite"):
         Tables(tables.sigmas, tables.gram * np.nan)
+    for wrong in (np.ones(STEPS), np.ones((1, STEPS - 1)), np.ones((4, STEPS))):
+        with pytest.raises(ValueError, match=r"response has shape .*, not \(1 to 3, 9\)"):
+            Tables(tables.sigmas, tables.gram, response=wrong)
+    with pytest.raises(ValueError, match="below 0"):
+        Tables(tables.sigmas, tables.gram, response=np.full((1, STEPS), -1.0))
     with pytest.raises(ValueError, match="from 1 to 9"):
         plan(tables, 10)
     with pytest.raises(ValueError, match="rise from 0"):

@@ -27,7 +27,8 @@ class Tables:
         gram: (P, N, N) inner products of what the scheduler was given at the steps of each run, as means over the elements.
         final: (P) mean squares of the final latents; None makes errors relative to the way that the latent went.
         gains: (N + 1) how many times an error of the latent before step k grows until the end; None: by rule.
-        response: (N) by how much the velocity of step k moves when the latent before it moves by 1; None: by rule.
+        response: (R, N) by how much the velocity of step k moves when the latent before it moves by 1, in the first R of the
+            runs; None: by rule.
 
     Raises:
         ValueError: shapes that do not go together, or numbers that are not finite.
@@ -51,10 +52,12 @@ class Tables:
         steps, runs = len(self.sigmas) - 1, len(self.gram)
         if steps < 1 or not runs or self.gram.shape != (runs, steps, steps):
             raise ValueError(f"{len(self.sigmas)} sigmas do not go with Gram matrices of shape {self.gram.shape}")
-        for name, length in (("final", runs), ("gains", steps + 1), ("response", steps)):
+        for name, length in (("final", runs), ("gains", steps + 1)):
             value = getattr(self, name)
             if value is not None and value.shape != (length,):
                 raise ValueError(f"{name} has shape {value.shape}, not ({length},)")
+        if self.response is not None:
+            _check_response(self.response, runs, steps)
 
     @property
     def steps(self) -> int:
@@ -93,5 +96,15 @@ class Tables:
         """The tables of a run that begins at step `start`, as img2img does."""
         cut = slice(start, None)
         gains = None if self.gains is None else self.gains[cut]
-        response = None if self.response is None else self.response[cut]
+        response = None if self.response is None else self.response[:, cut]
         return Tables(self.sigmas[cut], self.gram[:, cut, cut], self.final, gains, response)
+
+
+def _check_response(response: Array, runs: int, steps: int) -> None:
+    """Raises:
+    ValueError: it is not that of some of these runs.
+    """
+    if response.ndim != 2 or not 1 <= len(response) <= runs or response.shape[1] != steps:
+        raise ValueError(f"response has shape {response.shape}, not (1 to {runs}, {steps})")
+    if (response < 0).any():
+        raise ValueError("response holds numbers below 0")

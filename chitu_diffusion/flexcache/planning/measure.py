@@ -1,10 +1,13 @@
-"""Making a profile: whole runs, and then budgets tried on prompts that their plans have not seen."""
+"""Making a profile: whole runs, how far velocities move when latents do, and then budgets tried on prompts that their plans have
+not seen.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,8 @@ import torch
 from chitu_hooks import ChituWarning, Feature, Handle, PatchError
 
 from ..constants import model_of
+from .course import Course
+from .drift import Drift, Sample, WholeRuns, responses
 from .gram import Tables
 from .params import Planned
 from .profile import LEAST, Check, Profile
@@ -23,6 +28,8 @@ TRIED = (1 / 2, 1 / 3, 1 / 5)
 """Parts of the steps that are tried."""
 MOST_TRIED = 4
 """Calls on which they are."""
+FOLLOWED = (1 / 3, 1 / 5)
+"""Parts of the steps in the runs that responses are measured in: where gaps are long enough for them to matter."""
 
 
 def profile_of(handle: Handle, runs: list[Run], latents: list[torch.Tensor]) -> Profile:
@@ -70,12 +77,12 @@ class Recording:
                 "better 8 to 16"
             )
         self.calls = calls
-        self._velocities, self._arrivals = Velocities(), Arrivals()
+        self._velocities, self._arrivals, self._whole = Velocities(), Arrivals(), WholeRuns(MOST_TRIED)
         self._pictures: dict[int, np.ndarray | None] = {}
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        return self._velocities, self._arrivals
+        return self._velocities, self._arrivals, self._whole
 
     def see(self, number: int, output: Any) -> None:
         """Call `number` returned `output`."""
@@ -88,33 +95,60 @@ class Recording:
         Raises:
             PatchError: see `profile_of`.
         """
-        profile = profile_of(handle, self._velocities.runs, self._arrivals.latents)
-        steps = profile.key.grid.steps
-        counts = sorted({max(1, round(part * steps)) for part in TRIED} - {steps}, reverse=True)
+        profile = self._followed(handle, profile_of(handle, self._velocities.runs, self._arrivals.latents))
+        counts = counts_of(TRIED, profile)
         return dataclasses.replace(profile, checks=tuple(self._tried(handle, profile, count) for count in counts))
+
+    def _followed(self, handle: Handle, profile: Profile) -> Profile:
+        """With the responses of velocities, where plans count them; the whole runs are not needed any more."""
+        runs, self._whole.runs = self._whole.runs, []
+        if not profile.key.grid.adds_velocities:
+            return profile
+        found: list[list[Sample]] = []
+        for number, whole in enumerate(runs):
+            found.append([])
+            for count in counts_of(FOLLOWED, profile):
+                drift = Drift(whole)
+                course, _ = self._rehearsed(handle, profile, number, count, drift)
+                found[-1] += drift.at(course.computed if course is not None else (0,))
+        tables = dataclasses.replace(profile.tables, response=responses(profile.tables, found))
+        return dataclasses.replace(profile, tables=tables)
 
     def _tried(self, handle: Handle, profile: Profile, count: int) -> Check:
         """Plans of `count` steps on calls that they are not made from."""
-        from ..strategy.planned import PlannedStrategy
-
         errors: list[float] = []
         ratios: list[float] = []
         predicted: list[float] = []
-        params = Planned(budget=count / profile.key.grid.steps)
         for number, full in self._pictures.items():
-            rest = profile.without(samples_of(number, self._arrivals.latents))
-            strategy, arrival = PlannedStrategy(params, rest), Arrivals()
-            with handle.also(strategy, arrival), warnings.catch_warnings():
-                warnings.simplefilter("ignore", ChituWarning)  # what a user should know, `patch` says when they use it
-                output = self.calls.run(handle.pipe, number)
-            if strategy.course is not None:
-                predicted.append(strategy.course.plan.predicted)
+            arrival = Arrivals()
+            course, output = self._rehearsed(handle, profile, number, count, arrival)
+            if course is not None:
+                predicted.append(course.plan.predicted)
             errors += relative(arrival.latents[0], self._arrivals.latents[number])
             pictures = self.calls.pictures(output, number)
             if full is not None and pictures is not None:
                 ratios += psnr(pictures, full)
         rounded = tuple(round(ratio, 2) for ratio in ratios)
         return Check(count, root_mean_square(predicted), root_mean_square(errors), rounded)
+
+    def _rehearsed(
+        self, handle: Handle, profile: Profile, number: int, count: int, watch: Feature
+    ) -> tuple[Course | None, Any]:
+        """Call `number` with `count` steps computed, by a plan that it had no part in, under the eyes of `watch`."""
+        from ..strategy.planned import PlannedStrategy
+
+        params = Planned(budget=count / profile.key.grid.steps)
+        strategy = PlannedStrategy(params, profile.without(samples_of(number, self._arrivals.latents)))
+        with handle.also(strategy, watch), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ChituWarning)  # what a user should know, `patch` says when they use it
+            output = self.calls.run(handle.pipe, number)
+        return strategy.course, output
+
+
+def counts_of(parts: Sequence[float], profile: Profile) -> list[int]:
+    """So many steps are these parts of the profile's; the most first, and none twice."""
+    steps = profile.key.grid.steps
+    return sorted({max(1, round(part * steps)) for part in parts} - {steps}, reverse=True)
 
 
 def samples_of(number: int, arrivals: list[torch.Tensor]) -> slice:

@@ -21,8 +21,8 @@ from .gram import Tables
 from .grid import Grid, prediction_of
 from .key import Key
 
-FORMAT = 2
-"""Of the file, and of what its checks are counted in: 2 counts drift by the whole."""
+FORMAT = 3
+"""Of the file, and of what its checks are counted in: 2 counts drift by a rule, 3 by what was measured."""
 LEAST = 4
 """Prompts that a profile is made of, at least: fewer say nothing of how much prompts differ."""
 
@@ -138,7 +138,11 @@ class Profile:
         """The same but for some samples."""
         tables = self.tables
         final = None if tables.final is None else np.delete(tables.final, samples)
-        rest = dataclasses.replace(tables, gram=np.delete(tables.gram, samples, axis=0), final=final)
+        response = None if tables.response is None else np.delete(tables.response, samples, axis=0)
+        if response is not None and not len(response):
+            response = None
+        gram = np.delete(tables.gram, samples, axis=0)
+        rest = dataclasses.replace(tables, gram=gram, final=final, response=response)
         return dataclasses.replace(self, tables=rest)
 
     def fitted(self, grid: Grid) -> Tables:
@@ -150,8 +154,11 @@ class Profile:
         own = self.key.grid
         if grid.is_tail_of(own):
             return self.tables.after(own.steps - grid.steps)
-        mixing = between(own, grid)
-        return Tables(np.asarray(grid.times), mixing @ self.tables.gram @ mixing.T, self.tables.final)
+        mixing, response = between(own, grid), self.tables.response
+        if response is not None:
+            response = response @ mixing.T
+        gram = mixing @ self.tables.gram @ mixing.T
+        return Tables(np.asarray(grid.times), gram, self.tables.final, response=response)
 
     # -- what it foretells ------------------------------------------------------------------------------------------
 
