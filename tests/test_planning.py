@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -312,11 +311,6 @@ def test_a_run_that_begins_later(tables: Tables) -> None:
     assert cut.steps == STEPS - 3
     assert np.array_equal(cut.gram[1], tables.gram[1, 3:, 3:])
     assert plan(cut, 3).steps[0] == 0
-
-
-def test_plans_survive_json(tables: Tables) -> None:
-    found = plan(tables, 4)
-    assert Plan.from_dict(json.loads(json.dumps(found.as_dict()))) == found
 
 
 def test_what_does_not_go_together_is_refused(tables: Tables) -> None:

@@ -101,10 +101,12 @@ class Halved(Plan):
     """A plan at some of whose steps one branch of guidance is computed and the other one forecast, for half of the FLOPs.
 
     Attributes:
+        actions: position -> the branch that is computed there, ``conditional`` or ``unconditional``.
         halves: position -> pairs of a position at which both are computed and its weight. Where `actions` says ``conditional``,
             they make up the difference between the branches; where it says ``unconditional``, the branch with the prompt.
     """
 
+    actions: Mapping[int, str] = field(default_factory=dict)
     halves: Mapping[int, Pairs] = field(default_factory=dict)
 
 

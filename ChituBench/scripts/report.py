@@ -95,15 +95,16 @@ def flexcache() -> str:
     stored = BENCH / "results" / "flexcache.json"
     if not stored.is_file():
         return ""
-    parts = ["## Caches", READING, SINCE]
+    parts = ["## Caches", READING, RUNS]
     parts += [f"![{text}](plots/{name})" for name, text in PLOTS.items() if (BENCH / "plots" / name).is_file()]
     found = summary([stored])
     pairs = report_caches.pairs(found)
     return "\n\n".join([*parts, *([SAME, pairs] if pairs else []), tables.section(found)])
 
 
-SINCE = """The GPU run is of commit 9551478, with changes. Since then the planned cache's weights count drift (on other prompts 1 dB more at 6 of 28, the same at 14), `cubic` was
-mended (its two cases, of which the FLOPs were miscounted, are left out), and some settings of `flexcache.yaml` were exchanged."""
+RUNS = """On the GPU seconds are of one run, with the other makers' cases beside ours. Pictures, calls and FLOPs of ours were made anew when the planned cache had
+changed: all others came out as they had been to the last digit, so only its rows have new ones. `cubic` and four cases (`taylorseer` with `warmup=2` or `damping=0.25`,
+`easycache` with `max_consecutive`, `teacache` with 0.15) are of this later run as a whole, on a slower machine of the same kind: compare their speed-ups, not their seconds."""
 SAME = """Strategies that other makers have too; of several families of one maker, the best at that ratio of those that were measured:"""
 READING = """`chitu bench flexcache` ([data](results/flexcache.json)). Each case is compared with the baseline of the same prompt, seed, noise, dtype
 and scheduler. *FLOPs ÷*: the baseline's over the case's, counted where modules really ran, the same way for every maker. *Denoise,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -74,32 +73,11 @@ class Plan:
             have one. A computed position has one where it corrects the gap before it, its own velocity among the pairs; a computed
             position without one is given to the scheduler untouched.
         predicted: expected length of the final latent's error, relative to the final latent.
-        actions: positions that do something else than compute or skip.
     """
 
     steps: tuple[int, ...]
     weights: Weights = field(default_factory=dict)
     predicted: float = 0.0
-    actions: Mapping[int, str] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, for JSON."""
-        return {
-            "steps": list(self.steps),
-            "weights": {str(at): [[j, w] for j, w in pairs] for at, pairs in self.weights.items()},
-            "predicted": self.predicted,
-            "actions": {str(at): action for at, action in self.actions.items()},
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """The inverse of `as_dict`."""
-        return cls(
-            tuple(int(step) for step in data["steps"]),
-            {int(at): tuple((int(j), float(w)) for j, w in pairs) for at, pairs in data["weights"].items()},
-            float(data["predicted"]),
-            {int(at): str(action) for at, action in data.get("actions", {}).items()},
-        )
 
 
 def fitted(
