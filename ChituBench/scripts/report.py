@@ -102,8 +102,8 @@ def flexcache() -> str:
     return "\n\n".join([*parts, *([SAME, pairs] if pairs else []), tables.section(found)])
 
 
-RUNS = """On the GPU seconds are of one run, with the other makers' cases beside ours. Pictures, calls and FLOPs of ours were made anew when the planned cache had
-changed: all others came out as they had been to the last digit, so only its rows have new ones. `cubic` and four cases (`taylorseer` with `warmup=2` or `damping=0.25`,
+RUNS = """On each machine seconds are of one run, with the other makers' cases beside ours. Pictures, calls and FLOPs of ours on the GPU were made anew when the planned cache had
+changed: all others came out as they had been to the last digit, so only its rows have new ones, on the CPU too. `cubic` and five cases on the GPU (`taylorseer` with `warmup=2` or `damping=0.25`,
 `easycache` with `max_consecutive`, `teacache` with 0.15) are of this later run as a whole, on a slower machine of the same kind: compare their speed-ups, not their seconds."""
 SAME = """Strategies that other makers have too; of several families of one maker, the best at that ratio of those that were measured:"""
 READING = """`chitu bench flexcache` ([data](results/flexcache.json)). Each case is compared with the baseline of the same prompt, seed, noise, dtype
@@ -211,7 +211,13 @@ def skipped_step(data: dict[str, Any]) -> str:
 
 Asked for: a skipped step within {bars["beyond_ms"]} ms, deciding within {bars["decision_ms"]} ms and {bars["reads"]} read of the device, none \
 where the schedule is known before; {_over(data, modes)}.
-`fbcache` computes the front block in every step, that is its method: *a + b* are the step beyond that block, and the block. *waiting* decides
+`fbcache` computes the front block in every step, that is its method: *a + b* are the step beyond that block, and the block.{_waiting(data[modes[0]])}"""
+
+
+def _waiting(rows: dict[str, Any]) -> str:
+    if not any("waiting" in name for name in rows):
+        return ""
+    return """ *waiting* decides
 nothing, and waits for the device where others do: the host then launches the model's own embedders and head with nothing queued behind which to hide,
 which is what a skipped step costs at least wherever a decision reads something of that step's trunk."""
 
