@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import diffusers as D
 import torch
 from diffusers.utils import logging as diffusers_logging
-from scaling_shapes import SHAPES, SMALL, Shape, _bare
+from scaling_shapes import SHAPES, Shape
 
 from chitu_diffusion import patch
 from chitu_diffusion.bench.cases import Case
@@ -40,34 +39,6 @@ from chitu_hooks import Call, ChituWarning, Feature, Order, StepCall
 def nothing(steps: int) -> str:
     """No file of constants: the cases bring theirs."""
     return ""
-
-
-class Pooled(Shape):
-    """A shape whose pipeline takes pooled text embeddings for both branches."""
-
-    def arguments(self, device: torch.device, dtype: torch.dtype, steps: int) -> dict[str, Any]:
-        width = self.config.get("pooled_projection_dim", 2048)
-        pooled = torch.randn(2, width, generator=torch.Generator().manual_seed(2)).to(device, dtype)
-        return {
-            **super().arguments(device, dtype, steps),
-            "pooled_prompt_embeds": pooled[:1],
-            "negative_pooled_prompt_embeds": pooled[1:],
-        }
-
-
-def sd3(config: dict[str, Any]) -> Any:
-    return _bare(D.StableDiffusion3Pipeline, D.SD3Transformer2DModel(**config))
-
-
-SD35_LARGE = {
-    "num_layers": 38, "num_attention_heads": 38, "attention_head_dim": 64, "caption_projection_dim": 2432,
-    "pooled_projection_dim": 2048, "pos_embed_max_size": 192, "qk_norm": "rms_norm", "out_channels": 16,
-}  # fmt: skip
-"""The published configuration of Stable Diffusion 3.5 Large."""
-SMALL_SD3 = {
-    **SMALL, "caption_projection_dim": 128, "joint_attention_dim": 32, "pooled_projection_dim": 32,
-    "pos_embed_max_size": 32, "sample_size": 16,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,13 +57,7 @@ class Model:
 MODELS = {
     "flux": Model("FLUX.1-dev, 1024²", SHAPES["full"]["flux-1024"], SHAPES["tiny"]["flux-1024"], 16, 2),
     "qwen": Model("Qwen-Image, 1024²", SHAPES["full"]["qwen-1024"], SHAPES["tiny"]["qwen-1024"], 12, 2),
-    "sd3": Model(
-        "SD3.5 Large, 1024²",
-        Pooled(sd3, SD35_LARGE, {"height": 1024, "width": 1024, "guidance_scale": 4.5}, (154, 4096), 2),
-        Pooled(sd3, SMALL_SD3, {"height": 128, "width": 128, "guidance_scale": 4.5}, (16, 32), 2),
-        12,
-        2,
-    ),
+    "sd3": Model("SD3.5 Large, 1024²", SHAPES["full"]["sd3-1024"], SHAPES["tiny"]["sd3-1024"], 12, 2),
     "wan": Model("Wan2.1-1.3B, 480p, 81 frames", SHAPES["full"]["wan-480p"], SHAPES["tiny"]["wan-480p"], 6, 1),
 }
 

@@ -14,6 +14,7 @@ SHAPES = {
     "flux-1024": "FLUX.1-dev shape, 1024²",
     "flux-2048": "FLUX.1-dev shape, 2048²",
     "qwen-1024": "Qwen-Image shape with guidance, 1024²",
+    "sd3-1024": "SD3.5 Large shape with guidance, 1024²",
     "wan-480p": "Wan2.1-1.3B shape with guidance, 480p × 81 frames",
 }
 NUMBERS = {2: "Two", 4: "Four", 8: "Eight"}

@@ -107,6 +107,7 @@ GPU_SHAPES = {
     "flux-1024": ("FLUX.1-dev", "1024²"),
     "flux-2048": ("FLUX.1-dev", "2048²"),
     "qwen-1024": ("Qwen-Image", "1024²"),
+    "sd3-1024": ("SD3.5 Large", "1024²"),
     "wan-480p": ("Wan2.1-1.3B", "480p, 81 frames"),
 }
 

@@ -33,7 +33,7 @@ class Mode:
     """The denoiser's forward recorded as a CUDA graph, see `step_graphs.py`."""
 
     def compile_arguments(self, backend: str) -> dict[str, Any]:
-        """Of `compile_repeated_blocks`. torch.compile tells graphs apart by its options, and not by its global settings."""
+        """Of each block's `compile`. torch.compile tells graphs apart by its options, and not by its global settings."""
         # diffusers' own hooks break the graph in some models, Wan for one; in the others this changes nothing.
         found: dict[str, Any] = {"fullgraph": not self.native, "dynamic": False, "backend": backend}
         if backend != "inductor":
@@ -124,8 +124,9 @@ def native_parallel(model: Any, mode: Mode) -> Iterator[None]:
             model.enable_parallelism(config=D.ContextParallelConfig(**mode.native))
         yield
     finally:
-        if model._parallel_config is not None:
-            remove_context_parallel(model, model._cp_plan)
+        if model._parallel_config is not None:  # it is set also where the model then turns out to have no plan
+            if model._cp_plan is not None:
+                remove_context_parallel(model, model._cp_plan)
             model._parallel_config = None
         for processor, attributes in zip(processors, before):
             vars(processor).clear()
