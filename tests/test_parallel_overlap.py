@@ -234,7 +234,7 @@ def test_groups_leave_parts_that_are_worth_a_collective() -> None:
 @pytest.mark.parametrize(
     ("degrees", "overlap", "message"),
     [
-        ({"ulysses": 2}, 0, "overlap=0 is to be a number of head groups, 1 or more, or 'auto'"),
+        ({"ulysses": 2}, 0, "overlap=0 is to be a number of head groups, 1 or more; leave it out to divide by size"),
         ({"ulysses": 2}, True, "overlap=True is to be"),
         ({"ring": 2}, 2, "overlap=2 divides the heads of ulysses or gather alone, and this is ring 2"),
         ({"gather": 2, "ulysses": 2}, 2, "and this is ulysses 2 × gather 2"),

@@ -40,7 +40,8 @@ class Parallel:
     """Whether the first rank of a picture encodes the prompt and the others get its embeddings, or each rank encodes it."""
     overlap: int | Literal["auto"] = "auto"
     """Head groups in which Ulysses or gather alone exchange and attend, so that one group is on its way while another
-    attends: exact. 1 exchanges everything at once; auto divides what is large, see `overlap.py`."""
+    attends: the same numbers, by other calls of the kernel. 1 exchanges everything at once; auto divides what is large, see
+    `overlap.py`."""
     group: Any = None
     """Process group or one-dimensional device mesh to divide, in place of the whole world."""
 
@@ -64,7 +65,7 @@ class Parallel:
             return
         if not isinstance(self.overlap, int) or isinstance(self.overlap, bool) or self.overlap < 1:
             raise PatchError(
-                f"parallel: overlap={self.overlap!r} is to be a number of head groups, 1 or more, or 'auto'"
+                f"parallel: overlap={self.overlap!r} is to be a number of head groups, 1 or more; leave it out to divide by size"
             )
         if self.overlap > 1 and not self.overlaps:
             raise PatchError(
