@@ -61,9 +61,8 @@ Embedded model, guidance 3, float32, {data["machine"]}, torch {data["torch"]}, d
 {chr(10).join(lines)}
 
 The mean over pictures, and the worst of them. Here drift is counted by the rule; the product has it measured, and is in the tables above. Not in the plan: computing
-one branch of guidance alone at some steps ([why](../docs/negative-results.md#the-planned-cache)); a correction of four predictions, which costs a third tensor; local search by true errors, and by
-the foretold one, which gains up to 1.3 dB here and gained nothing on the tuning prompts; weights of their own for each of three bands of spatial frequency ({_ideas(data, "bands")} dB foretold
-against the plan) and schedules of their own for the two branches of guidance ({_ideas(data, "split")} dB). The oracles plan from the very run that they
+one branch of guidance alone at some steps ([why](../docs/negative-results.md#the-planned-cache)); a correction of four predictions, which costs a third tensor; local search by true errors; weights of their own for each of three bands of spatial frequency ({_ideas(data, "bands")} dB foretold
+against the plan) and schedules of their own for the two branches of guidance ({_ideas(data, "split")} dB). Local search by the foretold error does pay, now that it counts drift, and is not in the plan yet. The oracles plan from the very run that they
 are to draw, and show what is left to gain with sums of two or three earlier predictions."""
 
 
