@@ -26,8 +26,8 @@ Refit = Callable[[tuple[int, ...]], Plan]
 def plan(tables: Tables, budget: int, setting: Setting = DEFAULT, more: Sequence[Sequence[int]] = ()) -> Plan:
     """The plan of `budget` computed steps of least predicted error among the `candidates`.
 
-    A local search by the prediction is left out: before drift was measured it found signs that cancel in the calibration prompts and
-    in no others. Now it gains, see `docs/negative-results.md`.
+    A local search by the prediction is left out: before drift was measured it found signs that cancel in the calibration prompts
+    and in no others. Now it gains, see `docs/negative-results.md`.
 
     Raises:
         ValueError: a budget that is not from 1 to N.
