@@ -104,7 +104,7 @@ def flexcache() -> str:
 
 RUNS = """On each machine seconds are of one run, with the other makers' cases beside ours. Pictures, calls and FLOPs of ours on the GPU were made anew when the planned cache had
 changed: all others came out as they had been to the last digit, so only its rows have new ones, on the CPU too. `cubic` and five cases on the GPU (`taylorseer` with `warmup=2` or `damping=0.25`,
-`easycache` with `max_consecutive`, `teacache` with 0.15) are of this later run as a whole, on a slower machine of the same kind: compare their speed-ups, not their seconds."""
+`easycache` with `max_consecutive`, at 28 steps `teacache` with 0.15) are of this later run as a whole, on a slower machine of the same kind: compare their speed-ups, not their seconds."""
 SAME = """Strategies that other makers have too; of several families of one maker, the best at that ratio of those that were measured:"""
 READING = """`chitu bench flexcache` ([data](results/flexcache.json)). Each case is compared with the baseline of the same prompt, seed, noise, dtype
 and scheduler. *FLOPs ÷*: the baseline's over the case's, counted where modules really ran, the same way for every maker. *Denoise,

@@ -267,7 +267,7 @@ class Ledger:
         self._spans[key] = call.spans
         self._sites[key[0]] = call.denoiser
         self._sizes.setdefault(key, set()).add(
-            getattr(call.argument(next(iter(call.denoiser.arguments))), "shape", None)
+            getattr(call.argument(next(iter(call.denoiser.arguments), "")), "shape", None)
         )
         if key not in self._calls:
             stacks = tuple(stack.path for stack in call.denoiser.stacks)
